@@ -1,0 +1,68 @@
+"""Who sees whom, as arithmetic on four integers a row. The only place where a mask is defined.
+
+A row of the attention input is described by its stream, its position in its document, its block (`position // B`)
+and its segment (the document it belongs to within a packed row; 0 is padding). The functions work on numpy and jax
+arrays alike and broadcast, so that the dense path, the tests and a kernel's computable mask use the same lines.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CLEAN, NOISY = 0, 1
+
+
+class Rows(NamedTuple):
+    """Integers that describe attention rows; arrays of any shapes that broadcast."""
+
+    stream: Any
+    position: Any
+    block: Any
+    segment: Any
+
+
+def _same_document(query: Rows, key: Rows):
+    return (query.segment == key.segment) & (key.segment != 0)
+
+
+def causal(query: Rows, key: Rows):
+    """Rows see earlier rows of their own document, and themselves."""
+    return _same_document(query, key) & (key.position <= query.position)
+
+
+def two_stream(query: Rows, key: Rows):
+    """The mask of MARS training (arXiv 2604.07023, section 3; causal in both streams).
+
+        query \\ key   clean                    noisy
+        clean         position ≤              never
+        noisy         block <                 same block, position ≤
+    """
+    clean_clean = (query.stream == CLEAN) & (key.stream == CLEAN) & (key.position <= query.position)
+    noisy_clean = (query.stream == NOISY) & (key.stream == CLEAN) & (key.block < query.block)
+    noisy_noisy = (
+        (query.stream == NOISY)
+        & (key.stream == NOISY)
+        & (key.block == query.block)
+        & (key.position <= query.position)
+    )
+    return _same_document(query, key) & (clean_clean | noisy_clean | noisy_noisy)
+
+
+def single_stream_rows(positions, segments) -> Rows:
+    """Rows of plain causal attention. positions, segments [N, L]."""
+    return Rows(CLEAN + 0 * positions, positions, 0 * positions, segments)
+
+
+def two_stream_rows(positions, segments, block_size: int, xp: Any = np) -> Rows:
+    """Rows of `[clean | noisy]`, each [N, 2L], from positions and segments [N, L]."""
+    stream = xp.concatenate([CLEAN + 0 * positions, NOISY + 0 * positions], axis=-1)
+    position = xp.concatenate([positions, positions], axis=-1)
+    segment = xp.concatenate([segments, segments], axis=-1)
+    return Rows(stream, position, position // block_size, segment)
+
+
+def dense_mask(rule, rows: Rows):
+    """The [N, Q, Q] boolean array of a rule, for dense attention on short sequences and for tests."""
+    query = Rows(*(field[..., :, None] for field in rows))
+    key = Rows(*(field[..., None, :] for field in rows))
+    return rule(query, key)

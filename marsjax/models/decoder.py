@@ -1,0 +1,225 @@
+"""The one network of the package: a pre-norm decoder of the Qwen2, Qwen3 and Llama 3 families.
+
+It knows neither masks nor caches. Whoever calls it passes `attend`, which decides who sees whom and keeps whatever
+it wants per layer in `layer_states`; see `marsjax.attention.dense` (training) and `marsjax.decoding.cache`.
+
+Letters in shapes: N rows, S positions, D hidden, H query heads, K key/value heads, h head_dim, F intermediate,
+V vocabulary rows, L layers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from marsjax.models.config import Llama3Scaling, ModelConfig
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+Layout = Literal["stacked", "list"]
+
+
+class Param(nnx.Param):
+    """A weight that carries the logical names of its axes, which `parallel.sharding` maps to a mesh."""
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], scale: float, dtype) -> Param:
+    return Param(scale * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
+
+
+class Linear(nnx.Module):
+    """y = x W + b, with W stored [in, out]."""
+
+    def __init__(self, d_in: int, d_out: int, axes, *, bias=False, lead=(), rngs, scale, dtype):
+        names = ("layer",) * len(lead)
+        self.kernel = _normal(rngs, (*lead, d_in, d_out), (*names, *axes), scale, dtype)
+        self.bias = Param(jnp.zeros((*lead, d_out), dtype), axes=(*names, axes[1])) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float, *, lead=(), dtype):
+        self.scale = Param(jnp.ones((*lead, size), dtype), axes=("layer",) * len(lead) + (None,))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + self.eps)
+        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> jax.Array:
+    """Angular frequency of each rotated pair, [h/2] float32, in radians a position."""
+    freq = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return freq
+    # Fraction of the way from "turns too slowly within the original context: stretch" to "turns fast: keep".
+    turns = scaling.original_max_positions * freq / (2 * jnp.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return freq * (keep + (1 - keep) / scaling.factor)
+
+
+def rope_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) of positions [N, S], each [N, S, 1, h/2] float32."""
+    freq = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angle = positions[..., None, None].astype(jnp.float32) * freq
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding in the half-split convention (pairs are i and i + h/2). x [N, S, heads, h]."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: ModelConfig, *, lead, rngs, dtype):
+        linear = dict(lead=lead, rngs=rngs, scale=c.initializer_range, dtype=dtype)
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.q = Linear(c.hidden_size, heads, ("embed", "heads"), bias=c.qkv_bias, **linear)
+        self.k = Linear(c.hidden_size, kv_heads, ("embed", "kv_heads"), bias=c.qkv_bias, **linear)
+        self.v = Linear(c.hidden_size, kv_heads, ("embed", "kv_heads"), bias=c.qkv_bias, **linear)
+        self.o = Linear(heads, c.hidden_size, ("heads", "embed"), **linear)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, lead=lead, dtype=dtype) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, lead=lead, dtype=dtype) if c.qk_norm else None
+        self.head_dim = c.head_dim
+
+    def __call__(self, x, cos, sin, attend: Attend, layer_state):
+        q, k, v = (f(x).reshape(*x.shape[:-1], -1, self.head_dim) for f in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        mixed, layer_state = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, layer_state)
+        return self.o(mixed.reshape(*x.shape[:-1], -1)), layer_state
+
+
+class MLP(nnx.Module):
+    def __init__(self, c: ModelConfig, *, lead, rngs, dtype):
+        linear = dict(lead=lead, rngs=rngs, scale=c.initializer_range, dtype=dtype)
+        self.gate = Linear(c.hidden_size, c.intermediate_size, ("embed", "mlp"), **linear)
+        self.up = Linear(c.hidden_size, c.intermediate_size, ("embed", "mlp"), **linear)
+        self.down = Linear(c.intermediate_size, c.hidden_size, ("mlp", "embed"), **linear)
+
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    """One decoder layer; with `lead=(L,)` the weights of L layers in one, to be sliced by a scan."""
+
+    def __init__(self, c: ModelConfig, *, lead=(), rngs, dtype):
+        self.attn_norm = RMSNorm(c.hidden_size, c.norm_eps, lead=lead, dtype=dtype)
+        self.attn = Attention(c, lead=lead, rngs=rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, lead=lead, dtype=dtype)
+        self.mlp = MLP(c, lead=lead, rngs=rngs, dtype=dtype)
+
+    def __call__(self, x, cos, sin, attend: Attend, layer_state):
+        mixed, layer_state = self.attn(self.attn_norm(x), cos, sin, attend, layer_state)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), layer_state
+
+
+class Embed(nnx.Module):
+    def __init__(self, c: ModelConfig, *, rngs, dtype):
+        shape = (c.vocab_size, c.hidden_size)
+        self.embedding = _normal(rngs, shape, ("vocab", "embed"), c.initializer_range, dtype)
+
+
+class Decoder(nnx.Module):
+    """tokens → hidden states → logits.
+
+    `layout="stacked"` holds the layers as one stack, run by `lax.scan` (training, checkpoints);
+    `layout="list"` holds them one by one, run unrolled (decoding: slicing a stack inside the loop would copy it).
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = "stacked", param_dtype: Any = jnp.float32
+    ):
+        self.config = config
+        self.embed_table = Embed(config, rngs=rngs, dtype=param_dtype)
+        if layout == "stacked":
+            self.layers = Layer(config, lead=(config.num_layers,), rngs=rngs, dtype=param_dtype)
+        else:
+            self.layers = nnx.List(Layer(config, rngs=rngs, dtype=param_dtype) for _ in range(config.num_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=param_dtype)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, ("embed", "vocab"), rngs=rngs,
+                               scale=config.initializer_range, dtype=param_dtype)  # fmt: skip
+
+    @property
+    def layout(self) -> Layout:
+        return "stacked" if isinstance(self.layers, Layer) else "list"
+
+    def embed(self, tokens: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        """Input embeddings [..., D] of token ids [...]."""
+        return self.embed_table.embedding[...][tokens].astype(dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array | None = None,
+        *,
+        embeddings: jax.Array | None = None,
+        positions: jax.Array,
+        attend: Attend,
+        layer_states: Any = None,
+        dtype: Any = jnp.float32,
+        remat: str | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Hidden states [N, S, D] after the final norm, and the new layer states.
+
+        Args:
+          tokens: [N, S] int32; or instead `embeddings` [N, S, D].
+          positions: [N, S] int32, for the rotary embedding only.
+          attend: (q [N,S,H,h], k [N,S,K,h], v [N,S,K,h], layer_state) → (mixed [N,S,H,h], new layer_state).
+          layer_states: one pytree a layer: a sequence (list layout) or one pytree with a leading L axis (stacked).
+          dtype: compute dtype; weights are cast where they are used, norms and softmax stay float32.
+          remat: stacked layout only: name of a `jax.checkpoint_policies` member, or None to save everything.
+        """
+        if (tokens is None) == (embeddings is None):
+            raise ValueError("give either tokens or embeddings")
+        x = self.embed(tokens, dtype) if tokens is not None else embeddings.astype(dtype)  # type: ignore[union-attr]
+        cos, sin = rope_angles(positions, self.config)
+        if isinstance(self.layers, Layer):
+            x, layer_states = _scan(self.layers, x, cos, sin, attend, layer_states, remat)
+        else:
+            x, layer_states = _unroll(self.layers, x, cos, sin, attend, layer_states)
+        return self.final_norm(x), layer_states
+
+    def unembed(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] in float32 of hidden states [..., D]. Row t predicts token t + 1."""
+        if self.head is not None:
+            kernel, axis = self.head.kernel[...], 0
+        else:
+            kernel, axis = self.embed_table.embedding[...], 1
+        contract = (((hidden.ndim - 1,), (axis,)), ((), ()))
+        return jax.lax.dot_general(
+            hidden, kernel.astype(hidden.dtype), contract, preferred_element_type=jnp.float32
+        )
+
+
+def _scan(stack: Layer, x, cos, sin, attend, layer_states, remat):
+    graphdef, weights = nnx.split(stack)
+
+    def body(x, slice_):
+        layer_weights, state = slice_
+        return nnx.merge(graphdef, layer_weights)(x, cos, sin, attend, state)
+
+    if remat is not None:
+        body = jax.checkpoint(body, policy=getattr(jax.checkpoint_policies, remat), prevent_cse=False)
+    return jax.lax.scan(body, x, (weights, layer_states))
+
+
+def _unroll(layers: Sequence[Layer], x, cos, sin, attend, layer_states):
+    states = [None] * len(layers) if layer_states is None else layer_states
+    new_states = []
+    for layer, state in zip(layers, states, strict=True):
+        x, state = layer(x, cos, sin, attend, state)
+        new_states.append(state)
+    return x, new_states

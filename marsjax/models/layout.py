@@ -1,0 +1,51 @@
+"""Between the stack of layers that training scans and the list of layers that decoding unrolls."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from marsjax.models.config import ModelConfig
+from marsjax.models.decoder import Decoder, Layout
+
+
+def abstract(
+    config: ModelConfig, layout: Layout = "stacked", param_dtype: Any = jnp.float32
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """(graphdef, parameters as shapes and dtypes) of a decoder, without allocating it."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), layout=layout, param_dtype=param_dtype))
+    return nnx.split(model)
+
+
+def layers_to_list(stacked: Any, num_layers: int) -> list[Any]:
+    """A pytree whose leaves lead with the layer axis → one pytree a layer."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
+
+
+def layers_to_stack(layers: list[Any]) -> Any:
+    """Inverse of `layers_to_list`."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def to_list(model: Decoder) -> Decoder:
+    """The same decoder with its layers one by one; arrays outside the layers are shared, not copied."""
+    return _convert(model, "list")
+
+
+def to_stacked(model: Decoder) -> Decoder:
+    """The same decoder with its layers stacked; arrays outside the layers are shared, not copied."""
+    return _convert(model, "stacked")
+
+
+def _convert(model: Decoder, layout: Layout) -> Decoder:
+    if model.layout == layout:
+        return model
+    params = nnx.to_pure_dict(nnx.state(model))
+    if layout == "list":
+        params["layers"] = dict(enumerate(layers_to_list(params["layers"], model.config.num_layers)))
+    else:
+        params["layers"] = layers_to_stack([params["layers"][i] for i in range(model.config.num_layers)])
+    graphdef, state = abstract(model.config, layout)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
