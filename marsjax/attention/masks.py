@@ -33,17 +33,14 @@ def causal(query: Rows, key: Rows):
 def two_stream(query: Rows, key: Rows):
     """The mask of MARS training (arXiv 2604.07023, section 3; causal in both streams).
 
-        query \\ key   clean                    noisy
-        clean         position ≤              never
-        noisy         block <                 same block, position ≤
+    query \\ key   clean                    noisy
+    clean         position ≤              never
+    noisy         block <                 same block, position ≤
     """
     clean_clean = (query.stream == CLEAN) & (key.stream == CLEAN) & (key.position <= query.position)
     noisy_clean = (query.stream == NOISY) & (key.stream == CLEAN) & (key.block < query.block)
     noisy_noisy = (
-        (query.stream == NOISY)
-        & (key.stream == NOISY)
-        & (key.block == query.block)
-        & (key.position <= query.position)
+        (query.stream == NOISY) & (key.stream == NOISY) & (key.block == query.block) & (key.position <= query.position)
     )
     return _same_document(query, key) & (clean_clean | noisy_clean | noisy_noisy)
 

@@ -155,13 +155,12 @@ def _read_rope(hf: dict[str, Any]) -> tuple[float, Llama3Scaling | None, list[st
         return theta, None, []
     if kind != "llama3":
         return theta, None, [f"rope type {kind!r} (supported: default, llama3)"]
-    original = rope.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
-    fields = {name: rope.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    fields["original_max_position_embeddings"] = original
-    if missing := [name for name, value in fields.items() if value is None]:
+    rope = {"original_max_position_embeddings": hf.get("original_max_position_embeddings"), **rope}
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [name for name in names if rope.get(name) is None]:
         return theta, None, [f"llama3 rope scaling lacks {', '.join(missing)}"]
-    scaling = Llama3Scaling(*(float(rope[n]) for n in ("factor", "low_freq_factor", "high_freq_factor")), int(original))
-    return theta, scaling, []
+    factor, low, high, original = (rope[name] for name in names)
+    return theta, Llama3Scaling(float(factor), float(low), float(high), int(original)), []
 
 
 def _unsupported_fields(family: str, hf: dict[str, Any]) -> list[str]:
@@ -180,7 +179,8 @@ def _unsupported_fields(family: str, hf: dict[str, Any]) -> list[str]:
     if hf.get("mlp_bias"):
         problems.append("mlp_bias=true")
     if "quantization_config" in hf:
-        problems.append(f"quantised weights ({(hf['quantization_config'] or {}).get('quant_method', 'unknown method')})")
+        method = (hf["quantization_config"] or {}).get("quant_method", "unknown method")
+        problems.append(f"quantised weights ({method})")
     if (partial := hf.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         problems.append(f"partial_rotary_factor {partial}")
     return problems

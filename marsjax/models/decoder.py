@@ -81,7 +81,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, *, lead, rngs, dtype):
-        linear = dict(lead=lead, rngs=rngs, scale=c.initializer_range, dtype=dtype)
+        linear = {"lead": lead, "rngs": rngs, "scale": c.initializer_range, "dtype": dtype}
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.q = Linear(c.hidden_size, heads, ("embed", "heads"), bias=c.qkv_bias, **linear)
         self.k = Linear(c.hidden_size, kv_heads, ("embed", "kv_heads"), bias=c.qkv_bias, **linear)
@@ -101,7 +101,7 @@ class Attention(nnx.Module):
 
 class MLP(nnx.Module):
     def __init__(self, c: ModelConfig, *, lead, rngs, dtype):
-        linear = dict(lead=lead, rngs=rngs, scale=c.initializer_range, dtype=dtype)
+        linear = {"lead": lead, "rngs": rngs, "scale": c.initializer_range, "dtype": dtype}
         self.gate = Linear(c.hidden_size, c.intermediate_size, ("embed", "mlp"), **linear)
         self.up = Linear(c.hidden_size, c.intermediate_size, ("embed", "mlp"), **linear)
         self.down = Linear(c.intermediate_size, c.hidden_size, ("mlp", "embed"), **linear)
@@ -143,6 +143,7 @@ class Decoder(nnx.Module):
     ):
         self.config = config
         self.embed_table = Embed(config, rngs=rngs, dtype=param_dtype)
+        self.layers: Layer | nnx.List
         if layout == "stacked":
             self.layers = Layer(config, lead=(config.num_layers,), rngs=rngs, dtype=param_dtype)
         else:
@@ -199,9 +200,7 @@ class Decoder(nnx.Module):
         else:
             kernel, axis = self.embed_table.embedding[...], 1
         contract = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        return jax.lax.dot_general(
-            hidden, kernel.astype(hidden.dtype), contract, preferred_element_type=jnp.float32
-        )
+        return jax.lax.dot_general(hidden, kernel.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
 
 
 def _scan(stack: Layer, x, cos, sin, attend, layer_states, remat):

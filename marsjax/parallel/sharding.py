@@ -35,6 +35,7 @@ def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> Pa
 
 def shardings(params: nnx.State, mesh: Mesh) -> Any:
     """A pytree like `params` (abstract or real) with a NamedSharding for every weight."""
+
     def of(variable: nnx.Variable):
         shape = variable.get_raw_value().shape
         return variable.replace(NamedSharding(mesh, spec(variable.get_metadata("axes"), shape, mesh)))
