@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from marsjax.data.problems import problem
+from marsjax.text.chat import PLAIN_CHAT_TEMPLATE
 
 VOCABULARY_SIZE = 512
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -17,13 +18,6 @@ _SAMPLE = 4000  # problems the merges are counted on; more does not change which
 
 # Words carry their leading space; a digit is always a piece of its own.
 _PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 
 
 @cache
@@ -55,7 +49,7 @@ def demo_tokenizer(vocabulary_size: int = VOCABULARY_SIZE) -> PreTrainedTokenize
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=PLAIN_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
     )

@@ -17,16 +17,21 @@ from random import Random
 SPLITS = ("train", "validation", "test")
 _BUCKETS = 20  # of these, one is validation, two are test, the rest is train
 
-PEOPLE = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PEOPLE = _words(
     "Ada Ben Cleo Dan Eva Finn Gina Hugo Ida Jack Kim Leo Mia Noah Olga Paul Rosa Sam Tina Uma Vera Will Yara Zoe "
     "Anna Carl Emma Ivan Lena Max Nina Otto Ruth Tom"
-).split()
-CITIES = "Athens Bern Cairo Delhi Essen Faro Genoa Hanoi Lima Madrid Nice Oslo Paris Rome Sofia Turin".split()
-GOODS = "pens cups hats books lamps bags balls keys rings forks plates toys".split()
-FOODS = "apples pears plums eggs nuts figs cakes limes".split()
-BOXES = "box bag crate basket tray".split()
-VEHICLES = "train bus car truck van boat".split()
-PLACES = "garden shop school harbour library museum".split()
+)
+CITIES = _words("Athens Bern Cairo Delhi Essen Faro Genoa Hanoi Lima Madrid Nice Oslo Paris Rome Sofia Turin")
+GOODS = _words("pens cups hats books lamps bags balls keys rings forks plates toys")
+FOODS = _words("apples pears plums eggs nuts figs cakes limes")
+BOXES = _words("box bag crate basket tray")
+VEHICLES = _words("train bus car truck van boat")
+PLACES = _words("garden shop school harbour library museum")
 _NAMES = frozenset(PEOPLE) | frozenset(CITIES)
 
 
@@ -96,7 +101,7 @@ def _travel(r: Random) -> tuple[str, str, str]:
         (
             f"A {it} goes from {here} for {t} hours at {v} km an hour and then {d} km more to {there}. "
             "How many km is that?",
-            f"How far is it from {here} to {there} if a {it} needs {t} hours at {v} km an hour and then {d} km are left?",
+            f"How far is it from {here} to {there} if a {it} drives {t} hours at {v} km an hour and {d} km are left?",
             f"A {it} leaves {here}, drives {t} hours at {v} km an hour, and {there} is {d} km further. How far is it?",
         )
     )
@@ -171,7 +176,8 @@ def _ages(r: Random) -> tuple[str, str, str]:
         )
     )
     first = _plus(age, d) if s1 > 0 else _minus(age, d)
-    steps = f"For {b}, {w1} than {a}: {first}. For {c}, {w2} than {b}: {_plus(second, e) if s2 > 0 else _minus(second, e)}."
+    then = _plus(second, e) if s2 > 0 else _minus(second, e)
+    steps = f"For {b}, {w1} than {a}: {first}. For {c}, {w2} than {b}: {then}."
     return question, steps, str(third)
 
 
@@ -357,5 +363,5 @@ def number_spans(problem: Problem) -> list[tuple[int, int]]:
     return [w.span() for w in words if w[0].isdigit() or w[0] in known]
 
 
-def _names_in(text: str) -> set[str]:
+def _names_in(text: str) -> frozenset[str]:
     return _NAMES.intersection(re.findall(r"[A-Z][a-z]+", text))

@@ -1,0 +1,138 @@
+"""Rows → shuffled, repeated, batched training data whose position can be saved; and evaluation batches.
+
+The order is grain's: a shuffle that is a function of (seed, epoch, index), so a position is one number.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grain
+from transformers import PreTrainedTokenizerFast
+
+from marsjax.data.batch import Batch, BatchFormat, make_batch
+from marsjax.data.rows import Row, RowMaker, RowStats
+from marsjax.data.sources import DataError, ProblemSource, open_source
+from marsjax.text.chat import Message, turn_end_id
+
+_SURVEYED = 256  # generated problems looked at before training; files are looked at in full
+
+
+class RowSet:
+    """The usable rows of a source: all of a file's, tokenised now; the generator's, tokenised when asked for.
+
+    `stats` counts what was seen so far. Raises DataError, with counts, if nothing in the source is supervised.
+    """
+
+    def __init__(self, source: str | Sequence[list[Message]], maker: RowMaker):
+        self.name = source if isinstance(source, str) else type(source).__name__
+        self.stats = RowStats()
+        self._maker = maker
+        self._conversations = open_source(source) if isinstance(source, str) else source
+        self._rows: list[Row] | None = None
+        if isinstance(self._conversations, ProblemSource):
+            for i in range(min(_SURVEYED, len(self._conversations))):
+                maker(self._conversations[i], self.stats)
+        else:
+            self._rows = [row for messages in self._conversations for row in maker(messages, self.stats)]
+        if not self.stats.supervised_tokens:
+            raise DataError(
+                f"{self.name}: nothing to train on, no supervised token within {maker.length} tokens a row "
+                f"({self.stats}); check the roles, or raise the length"
+            )
+
+    def __len__(self) -> int:
+        return len(self._conversations) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, index: int) -> Row | None:
+        """A row; None for a generated problem that does not fit the length."""
+        if self._rows is not None:
+            return self._rows[index]
+        return next(iter(self._maker(self._conversations[index])), None)
+
+
+def load_rows(
+    source: str | Sequence[list[Message]],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    length: int,
+    mask_id: int | None = None,
+    end_id: int | None = None,
+    **template_kwargs: Any,
+) -> RowSet:
+    """Rows of a source (see marsjax.data.sources), at most `length` tokens each.
+
+    `end_id` closes answers; by default it is the token with which the chat template closes a turn.
+    """
+    end_id = turn_end_id(tokenizer) if end_id is None else end_id
+    return RowSet(source, RowMaker(tokenizer, length, end_id, mask_id, template_kwargs))
+
+
+class TrainBatches:
+    """An iterator of full Batches (numpy): shuffled by seed, anew each epoch, `epochs` times (None = for ever).
+
+    Batches run across the edge of an epoch; what is left at the very end and fills no batch is not used.
+    """
+
+    def __init__(
+        self, rows: RowSet, form: BatchFormat, *, seed: int, epochs: int | None = None, prefetch_rows: int = 512
+    ):
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"data seed {seed} is out of range; grain's shuffle takes 0 to 2**32 - 1")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {epochs}")
+        if epochs is not None and len(rows) * epochs < form.batch_size:
+            raise DataError(
+                f"{rows.name}: {len(rows)} rows x {epochs} epochs fill no batch of {form.batch_size}; "
+                "lower the batch size or raise the epochs"
+            )
+        self.rows, self.form, self.epochs = rows, form, epochs
+        self._identity = {"rows": len(rows), "seed": seed}
+        # One thread: more would only compete for the interpreter, and a single one keeps the tokenizer's use simple.
+        reading = grain.ReadOptions(num_threads=1 if prefetch_rows else 0, prefetch_buffer_size=prefetch_rows)
+        ordered = grain.MapDataset.source(rows).shuffle(seed).repeat(epochs)
+        batched = ordered.to_iter_dataset(reading).batch(
+            form.batch_size, drop_remainder=True, batch_fn=lambda found: make_batch(found, form)
+        )
+        self._iterator = iter(batched)
+
+    @property
+    def total_batches(self) -> int | None:
+        """Batches in all epochs; None when they have no end."""
+        return None if self.epochs is None else len(self.rows) * self.epochs // self.form.batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def state(self) -> dict[str, Any]:
+        """The position behind the last batch returned (prefetched rows do not count); JSON can hold it."""
+        return {**self._identity, "iterator": self._iterator.get_state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a state. Another data set or seed is refused; another batch size goes on at the next row."""
+        for name, here in self._identity.items():
+            if state.get(name) != here:
+                raise DataError(
+                    f"cannot resume the data: the saved position has {name} {state.get(name)}, this run has {here}; "
+                    "use the same data, length and seed, or start anew"
+                )
+        self._iterator.set_state(state["iterator"])
+
+    def close(self) -> None:
+        """Ends the prefetching thread."""
+        self._iterator.close()
+
+
+def eval_batches(rows: RowSet, form: BatchFormat) -> Iterator[Batch]:
+    """Every row once, in order; the last batch is filled up with padding rows (segment 0, weight 0)."""
+    found: list[Row] = []
+    for index in range(len(rows)):
+        if (row := rows[index]) is not None:
+            found.append(row)
+        if len(found) == form.batch_size:
+            yield make_batch(found, form)
+            found = []
+    if found:
+        yield make_batch(found, form)
