@@ -149,10 +149,9 @@ class Decoder(nnx.Module):
         else:
             self.layers = nnx.List(Layer(config, rngs=rngs, dtype=param_dtype) for _ in range(config.num_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=param_dtype)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, ("embed", "vocab"), rngs=rngs,
-                               scale=config.initializer_range, dtype=param_dtype)  # fmt: skip
+        head = {"rngs": rngs, "scale": config.initializer_range, "dtype": param_dtype}
+        axes = ("embed", "vocab")
+        self.head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, axes, **head)
 
     @property
     def layout(self) -> Layout:

@@ -1,0 +1,9 @@
+"""Checkpoints in (Hugging Face directories, hub ids, GGUF files) and out (Hugging Face directories)."""
+
+from marsjax.weights.conversion import convert
+from marsjax.weights.loading import load
+from marsjax.weights.pretrained import GenerationDefaults, Pretrained
+from marsjax.weights.save import save
+from marsjax.weights.tensors import CheckpointError
+
+__all__ = ["CheckpointError", "GenerationDefaults", "Pretrained", "convert", "load", "save"]

@@ -1,0 +1,71 @@
+"""Hugging Face directories and hub ids, opened."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from marsjax.weights.safetensors_files import open_directory as open_tensors
+from marsjax.weights.tensors import CheckpointError, Source
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*", "*.model")
+
+
+def open_directory(directory: Path) -> Source:
+    """config.json, generation_config.json, the tokenizer if there is one, and the tensors, unread."""
+    tensors = open_tensors(directory)
+    if not (directory / "config.json").is_file():
+        found = ", ".join(sorted(path.name for path in directory.iterdir()))
+        raise CheckpointError(f"{directory} has no config.json; found: {found}")
+    generation = directory / "generation_config.json"
+    return Source(
+        where=str(directory),
+        tensors=tensors,
+        tokenizer=_read_tokenizer(directory),
+        hf_config=_read_json(directory / "config.json"),
+        hf_generation=_read_json(generation) if generation.is_file() else {},
+    )
+
+
+def download(hub_id: str) -> Path:
+    """The local copy of a hub repository's safetensors, configs and tokenizer, fetched where it is not cached yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(DOWNLOADED)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        # "Not found" and "no access" are HTTP errors with a response; everything else is the way there.
+        response = getattr(error, "response", None)
+        reason = f"the hub answers {response.status_code}" if response is not None else "the hub cannot be reached"
+        raise CheckpointError(
+            f"{hub_id!r} is neither a local path nor a model that can be fetched: {reason}"
+            f" ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}).\n"
+            "Ways out: check the spelling; log in (`hf auth login`) if the model is gated; on a machine without"
+            f" network, fetch it elsewhere (`hf download {hub_id} --local-dir DIR`) and pass the directory, or pass a"
+            " .gguf file; `marsjax demo` needs no download"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _read_tokenizer(directory: Path) -> Any:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # what a broken file raises differs from class to class
+        raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"the tokenizer in {directory} ({type(tokenizer).__name__}) has no fast (Rust) version")
+    return tokenizer

@@ -1,0 +1,108 @@
+"""`load`: from a path or a hub id to a `Pretrained`."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from marsjax.models import ModelConfig
+from marsjax.models.decoder import Layout
+from marsjax.weights import huggingface
+from marsjax.weights.assemble import assemble, check
+from marsjax.weights.names import EMBEDDING, HEAD
+from marsjax.weights.pretrained import Pretrained, generation_defaults
+from marsjax.weights.tensors import CheckpointError, MaskRows, Source, Tensor
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def load(
+    source: str | Path,
+    *,
+    layout: Layout = "list",
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    with_mask_token: bool = False,
+) -> Pretrained:
+    """A decoder and what belongs to it, from a Hugging Face directory, a hub id ("owner/name") or a .gguf file.
+
+    Args:
+      source: where the checkpoint is; an existing path wins over a hub id of the same spelling.
+      layout: "list" for decoding, "stacked" for training (see `marsjax.models.Decoder`).
+      dtype: of the weights in memory, whatever the files hold.
+      mesh: devices to spread the weights over (`marsjax.parallel.sharding`); None: all on the first device.
+      with_mask_token: give a model without a mask token one (arXiv 2604.07023, section 3): the first row behind the
+        known tokens, growing the table to the next multiple of 128 if it has no row left.
+
+    Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read.
+    """
+    return read(open_source(source), layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token)
+
+
+def open_source(source: str | Path) -> Source:
+    """Finds out what `source` is and reads everything but the weights."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return huggingface.open_directory(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is a file, but not a .gguf; pass the directory that holds the checkpoint")
+        from marsjax.weights import gguf
+
+        return gguf.open_file(path)
+    if isinstance(source, str) and HUB_ID.fullmatch(source) and path.suffix not in (".gguf", ".safetensors"):
+        return huggingface.open_directory(huggingface.download(source))
+    parent = path.parent
+    there = f"{parent} holds: {', '.join(sorted(p.name for p in parent.iterdir())[:20])}" if parent.is_dir() else ""
+    raise CheckpointError(
+        f"{str(source)!r} does not exist; expected a directory with config.json and safetensors, a .gguf file or a hub"
+        f" id such as Qwen/Qwen2.5-0.5B-Instruct. {there}".rstrip()
+    )
+
+
+def read(source: Source, *, layout: Layout, dtype: Any, mesh: Mesh | None, with_mask_token: bool) -> Pretrained:
+    """The second half of `load`: checks the tensors and reads them."""
+    config = ModelConfig.from_hf(source.hf_config)
+    check(config, source.tensors, source.where)
+    mask_id = _known_mask(source, config)
+    tensors = source.tensors
+    if with_mask_token and mask_id is None:
+        mask_id, config, tensors = _add_mask(source, config)
+    generation = generation_defaults(
+        source.hf_generation, source.hf_config, source.tokenizer, config.vocab_size, mask_id
+    )
+    model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh)
+    return Pretrained(model, source.tokenizer, generation, mask_id, source.hf_config)
+
+
+def _known_mask(source: Source, config: ModelConfig) -> int | None:
+    from marsjax.text.mask_token import find_mask_id
+
+    mask_id = (source.hf_config.get("marsjax") or {}).get("mask_token_id")
+    if mask_id is None and source.tokenizer is not None:
+        mask_id = find_mask_id(source.tokenizer)
+    if mask_id is not None and not (isinstance(mask_id, int) and 0 <= mask_id < config.vocab_size):
+        raise CheckpointError(
+            f"{source.where}: the mask token has id {mask_id!r}, but the embedding has {config.vocab_size} rows;"
+            ' correct "marsjax": {"mask_token_id": …} in config.json'
+        )
+    return mask_id
+
+
+def _add_mask(source: Source, config: ModelConfig) -> tuple[int, ModelConfig, Mapping[str, Tensor]]:
+    from marsjax.text.mask_token import ensure_mask_token
+
+    if source.tokenizer is None:
+        raise CheckpointError(
+            f"{source.where} has no tokenizer, so nobody knows which rows are free for a mask token; add the tokenizer's"
+            ' files, or name the row in config.json: "marsjax": {"mask_token_id": …}'
+        )
+    plan = ensure_mask_token(source.tokenizer, config)
+    tables = {name: MaskRows(source.tensors[name], plan.mask_id, plan.new_vocab_size)
+              for name in (EMBEDDING, HEAD) if name in source.tensors}  # fmt: skip
+    config = dataclasses.replace(config, vocab_size=plan.new_vocab_size)
+    return plan.mask_id, config, {**source.tensors, **tables}
