@@ -1,0 +1,102 @@
+"""Keys and values of committed tokens: read-only while a step attends, written once at its end.
+
+Letters in shapes: N rows, S slots, T cache length, H query heads, K key/value heads, G = H / K, h head_dim.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class LayerCache(NamedTuple):
+    """One layer. Heads come before time, so that the products of attention read the cache as it lies."""
+
+    k: jax.Array  # [N, K, T, h]
+    v: jax.Array  # [N, K, T, h]
+
+
+def empty(layers: int, rows: int, kv_heads: int, length: int, head_dim: int, dtype: Any) -> list[LayerCache]:
+    shape = (rows, kv_heads, length, head_dim)
+    return [LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
+
+
+def attend_cache_and_slots(cursor: jax.Array, sees: jax.Array):
+    """An `attend` for the decoder: every slot sees the committed cache and the slots `sees` allows.
+
+    Two partial softmaxes joined by their common maximum, so that slots need not be written before they are seen.
+
+    Args:
+      cursor: [N] int32, entries of the cache that are valid.
+      sees: [N, S, S] bool; every slot must see itself, which keeps the softmax finite in slots nobody uses.
+
+    Returns:
+      attend(q, k, v, LayerCache) → (mixed [N,S,H,h], the slots' own LayerCache [N,K,S,h]).
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache):
+        n, slots, heads, head_dim = q.shape
+        kv_heads = k.shape[2]
+        groups = heads // kv_heads
+        # Query rows of one shared key head together: [N, K, G*S, h].
+        q = q.reshape(n, slots, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+        q = q.reshape(n, kv_heads, groups * slots, head_dim) * jnp.asarray(head_dim**-0.5, q.dtype)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+        old = _scores(q, cache.k)
+        old = jnp.where(jnp.arange(old.shape[-1]) < cursor[:, None, None, None], old, -jnp.inf)
+        new = jnp.where(jnp.tile(sees, (1, groups, 1))[:, None], _scores(q, k), -jnp.inf)
+        highest = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
+        old, new = jnp.exp(old - highest), jnp.exp(new - highest)
+        total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
+        mixed = (_mix(old, cache.v) + _mix(new, v)) / total
+
+        mixed = mixed.astype(q.dtype).reshape(n, kv_heads, groups, slots, head_dim).transpose(0, 3, 1, 2, 4)
+        return mixed.reshape(n, slots, heads, head_dim), LayerCache(k, v)
+
+    return attend
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("nkqh,nkth->nkqt", q, k, preferred_element_type=jnp.float32)
+
+
+def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("nkqt,nkth->nkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def commit(
+    cache: list[LayerCache], slots: list[LayerCache], first: jax.Array, entries: int, cursor: jax.Array, writes: jax.Array
+) -> list[LayerCache]:
+    """Write slots `first[r] .. first[r] + entries` of each row r at its cursor, in every layer.
+
+    Entries past the row's new cursor are leftovers nobody sees; the cache must still have room for them, since a slice
+    that reaches past the end would be moved back, over good entries. Rows where `writes` is False stay as they are.
+
+    Args:
+      cache: [N, K, T, h] a layer. slots: [N, K, S, h] a layer, S ≥ first + entries.
+      first, cursor: [N] int32. writes: [N] bool.
+    """
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        for row in range(old.shape[0]):
+            taken = jax.lax.dynamic_slice_in_dim(new[row], first[row], entries, 1)
+            old = _write_row(old, taken, row, cursor[row], writes[row], axis=2)
+        return old
+
+    return jax.tree.map(write, cache, slots)
+
+
+def write_rows(old: jax.Array, new: jax.Array, start: jax.Array, writes: jax.Array) -> jax.Array:
+    """`old[r, start[r] : start[r] + E] = new[r]` where `writes[r]`. old [N, T], new [N, E], start and writes [N]."""
+    for row in range(old.shape[0]):
+        old = _write_row(old, new[row], row, start[row], writes[row], axis=1)
+    return old
+
+
+def _write_row(old, new, row: int, start, writes, axis: int):
+    """One bounded slice of one row; a loop over rows stays in place where a vmapped update becomes a scatter."""
+    index = [jnp.int32(row)] + [jnp.int32(0)] * (old.ndim - 1)
+    index[axis] = start
+    kept = jax.lax.dynamic_slice(old, index, (1, *new.shape))
+    return jax.lax.dynamic_update_slice(old, jnp.where(writes, new[None], kept), index)

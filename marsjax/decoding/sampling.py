@@ -1,0 +1,80 @@
+"""Which token a row of logits becomes.
+
+A sample is a function of the logits, the request's seed and the token's absolute position. Neither the row it sits in
+nor the number of the step enters, so a request draws the same text in any batch and under any strategy.
+"""
+
+import jax
+import jax.numpy as jnp
+
+MIN_TEMPERATURE = 1e-6
+
+
+def greedy(logits: jax.Array) -> jax.Array:
+    """Arg-max over the last axis as int32; exact ties go to the lowest id.
+
+    Two plain reductions: XLA's own arg-max carries (value, index) pairs, which a CPU does not vectorise.
+    """
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jnp.where(logits == logits.max(-1, keepdims=True), ids, logits.shape[-1]).min(-1).astype(jnp.int32)
+
+
+def choose(
+    logits: jax.Array,
+    positions: jax.Array,
+    *,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+) -> jax.Array:
+    """Chosen ids [N, W] int32.
+
+    Args:
+      logits: [N, W, V] float32, forbidden ids at -inf.
+      positions: [N, W] int32, absolute position of the token each row of logits predicts.
+      temperature: [N] float32; 0 is greedy. top_k: [N] int32; 0 keeps all. top_p: [N] float32; 1 keeps all, 0 keeps
+        the likeliest token. seed: [N] uint32.
+
+    A batch without sampling rows pays for no noise, one without top-k and top-p for no sorting.
+    """
+    best = greedy(logits)
+
+    def sampled():
+        scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, MIN_TEMPERATURE)[:, None, None]
+        filters = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+        kept = jax.lax.cond(filters.any(), lambda: _filter(scaled, top_k, top_p), lambda: scaled)
+        drawn = greedy(kept + _noise(seed, positions, logits.shape[-1]))
+        return jnp.where(temperature[:, None] > 0, drawn, best)
+
+    return jax.lax.cond((temperature > 0).any(), sampled, lambda: best)
+
+
+def _noise(seed: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise [N, W, V]: the arg-max of logits plus it is a sample of their softmax."""
+
+    def one(seed, position):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
+
+
+def _filter(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits [N, W, V] with everything outside top-k, and then outside top-p of what is left, at -inf.
+
+    Top-p keeps the fewest tokens whose probabilities reach p. Ties at either edge go to the lower id, so that exactly
+    k tokens stay.
+    """
+    vocab = logits.shape[-1]
+    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), logits.shape)
+    falling, order = jax.lax.sort((-logits, ids), dimension=-1, is_stable=True, num_keys=1)
+    rank = jnp.arange(vocab)
+    limit = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)[:, None, None]
+    ranked = jax.nn.softmax(jnp.where(rank < limit, -falling, -jnp.inf), axis=-1)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    p = top_p[:, None, None]
+    # p = 1 keeps all: a cumulative sum that rounds up to 1 early must not cut the tail.
+    keep = jnp.where(p < 1, (before < p) | (rank == 0), True) & (rank < limit)
+    last = keep.sum(-1, keepdims=True) - 1
+    edge, edge_id = -jnp.take_along_axis(falling, last, -1), jnp.take_along_axis(order, last, -1)
+    return jnp.where((logits > edge) | ((logits == edge) & (ids <= edge_id)), logits, -jnp.inf)
