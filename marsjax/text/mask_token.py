@@ -42,7 +42,8 @@ def ensure_mask_token(tokenizer: PreTrainedTokenizerFast, config: HasVocabulary)
     """
     rows = config.vocab_size
     known = find_mask_id(tokenizer)
-    highest = max(tokenizer.get_vocab().values())
+    ids = set(tokenizer.get_vocab().values())
+    highest = max(ids)
     if highest >= rows:
         raise ValueError(
             f"the tokenizer knows ids up to {highest}, but the embedding table has only {rows} rows: tokenizer and "
@@ -51,8 +52,9 @@ def ensure_mask_token(tokenizer: PreTrainedTokenizerFast, config: HasVocabulary)
     if known is not None:
         return MaskPlan(known, rows, added=False)
     wanted = highest + 1
-    tokenizer.add_tokens([AddedToken(MASK_TEXT, special=True, normalized=False)], special_tokens=True)
-    if find_mask_id(tokenizer) != wanted:  # ids with holes: the library counts tokens instead of looking at ids
+    if len(ids) == wanted:
+        tokenizer.add_tokens([AddedToken(MASK_TEXT, special=True, normalized=False)], special_tokens=True)
+    else:  # ids with holes: on loading, the library would count tokens instead of looking at ids
         _place(tokenizer, wanted)
     got = find_mask_id(tokenizer)
     if got != wanted:
@@ -62,7 +64,7 @@ def ensure_mask_token(tokenizer: PreTrainedTokenizerFast, config: HasVocabulary)
 
 
 def _place(tokenizer: PreTrainedTokenizerFast, wanted: int) -> None:
-    """Rebuilds the tokenizer's backend with the mask token on a given id (its model's own vocabulary may say any)."""
+    """Rebuilds the tokenizer's backend with the mask token on a given id, which its model's vocabulary may name."""
     description = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = description["model"]["vocab"]
     if not isinstance(vocabulary, dict):
@@ -71,8 +73,6 @@ def _place(tokenizer: PreTrainedTokenizerFast, wanted: int) -> None:
             f"{MASK_TEXT} on id {wanted}; add the token to the tokenizer's files by hand"
         )
     vocabulary[MASK_TEXT] = wanted
-    for token in description["added_tokens"]:
-        if token["content"] == MASK_TEXT:
-            token["id"] = wanted
-    description["added_tokens"].sort(key=lambda token: token["id"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    description["added_tokens"].append({"id": wanted, "content": MASK_TEXT, **flags})
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(description))
