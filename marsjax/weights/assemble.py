@@ -69,7 +69,7 @@ def _read(entry: Entry, tensors: Mapping[str, Tensor], dtype: Any, sharding: Any
     shape = entry.variable.get_raw_value().shape
     parts: dict[Any, np.ndarray] = {}  # devices that hold the same slice share one reading
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         bounds = tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
         if bounds not in parts:
             out = empty_aligned(tuple(stop - start for start, stop in bounds), dtype)

@@ -98,7 +98,7 @@ def _add_mask(source: Source, config: ModelConfig) -> tuple[int, ModelConfig, Ma
 
     if source.tokenizer is None:
         raise CheckpointError(
-            f"{source.where} has no tokenizer, so nobody knows which rows are free for a mask token; add the tokenizer's"
+            f"{source.where} has no tokenizer, so nobody knows which rows are free for a mask token; add its"
             ' files, or name the row in config.json: "marsjax": {"mask_token_id": …}'
         )
     plan = ensure_mask_token(source.tokenizer, config)

@@ -52,8 +52,8 @@ class Entry:
 
 
 def entries(params: nnx.State, num_layers: int) -> Iterator[Entry]:
-    """Every parameter (arrays or abstract, either layout) in the order of a checkpoint: embedding, layers, norm, head."""
-    flat = dict(params.flat_state())
+    """Every parameter, be it array or abstract, in the order of a checkpoint: embedding, layers, norm, head."""
+    flat: dict[tuple[Any, ...], nnx.Variable] = dict(params.flat_state())
     order = {name: i for i, name in enumerate(("embed_table", "layers", "final_norm", "head"))}
     for path in sorted(flat, key=lambda path: order[path[0]]):
         shape = flat[path].get_raw_value().shape

@@ -85,7 +85,7 @@ def _open_shards(directory: Path) -> dict[str, Tensor]:
 def _open_file(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="numpy") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118: not a dict
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {name: FileTensor(path, name, tuple(p.get_shape()), p.get_dtype()) for name, p in parts.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(

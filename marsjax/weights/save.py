@@ -99,8 +99,8 @@ def _config(pretrained: Pretrained, dtype_name: str) -> dict[str, Any]:
         if hf.get(name) is None and name in generation:
             hf[name] = generation[name]
     ends = hf.get("eos_token_id")
-    if pretrained.generation.eos_ids and not set(np.atleast_1d(ends).tolist()) <= set(pretrained.generation.eos_ids):
-        hf["eos_token_id"] = generation["eos_token_id"]
+    if not set(ends if isinstance(ends, list) else [ends]) <= set(pretrained.generation.eos_ids):
+        hf["eos_token_id"] = generation.get("eos_token_id")
     if pretrained.mask_id is not None:
         hf["marsjax"] = {**(source.get("marsjax") or {}), "mask_token_id": pretrained.mask_id}
     return hf
