@@ -51,9 +51,9 @@ def open_source(source: str | Path) -> Source:
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file, but not a .gguf; pass the directory that holds the checkpoint")
-        from marsjax.weights import gguf
+        from marsjax.weights.gguf import open_file
 
-        return gguf.open_file(path)
+        return open_file(path)
     if isinstance(source, str) and HUB_ID.fullmatch(source) and path.suffix not in (".gguf", ".safetensors"):
         return huggingface.open_directory(huggingface.download(source))
     parent = path.parent
