@@ -1,0 +1,98 @@
+"""Checkpoints through orbax: parameters, moments, step, PRNG key, the data's position and the run's own notes."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from marsjax.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+HOST = "host"
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the message holds the step and where the newest good one is."""
+
+
+class Checkpoints:
+    """The checkpoints of one run: the newest `keep`, and the best by the evaluation's loss.
+
+    Saving blocks until the step is on disk: the state is donated to the next step, and a failing writer must end the
+    run. Directories that a crash left half-written are never read, and do not stop later saves.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 1):
+        text = str(directory)
+        # A URL is not a path: resolving it would merge its slashes.
+        self.directory = text if "://" in text else str(Path(text).expanduser().resolve())
+        self.keep = keep
+        policies = ocp.training.save_decision_policies
+        self._checkpointer = ocp.training.Checkpointer(
+            self.directory, save_decision_policy=policies.FixedIntervalPolicy(1)
+        )
+
+    def steps(self) -> list[int]:
+        return [found.step for found in self._checkpointer.checkpoints]
+
+    def save(self, state: TrainState, host: dict[str, Any], *, best_step: int | None = None) -> int:
+        """Writes the state under its own step, then deletes what is neither among the newest nor the best."""
+        step = int(state.step)
+        try:
+            self._checkpointer.save(
+                step, state._asdict(), force=True, overwrite=True, custom_metadata={HOST: json.dumps(host)}
+            )
+            kept = {*self.steps()[-self.keep :], best_step}
+            for old in set(self.steps()) - kept:
+                self._checkpointer.delete(old)
+        except Exception as error:
+            good = [s for s in self.steps() if s != step]
+            raise SaveError(
+                f"writing the checkpoint of step {step} to {self.directory} failed: {error}. "
+                + (f"The newest good one is step {good[-1]}; " if good else "There is no earlier one; ")
+                + "free the disk or choose another output.directory, and run the same command again"
+            ) from error
+        return step
+
+    def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
+        """(state, host notes) of the newest readable step, or of the one asked for; None if there is none at all.
+
+        A step that cannot be read is skipped with a warning that names it. If there are steps and none can be read,
+        RuntimeError lists why: starting anew would overwrite them.
+        """
+        abstract = jax.tree.map(_abstract, like._asdict())
+        candidates = self.steps()[::-1] if step is None else [step]
+        failures = []
+        for candidate in candidates:
+            try:
+                found = self._checkpointer.load(candidate, abstract)
+                host = json.loads(self._checkpointer.metadata(candidate).custom_metadata[HOST])
+            except Exception as error:  # orbax raises many types for missing and truncated files
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                failures.append(f"step {candidate}: {reason}")
+                log.warning("checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason)
+                continue
+            return TrainState(**found), host
+        if failures:
+            raise RuntimeError(
+                f"no checkpoint in {self.directory} can be read:\n  " + "\n  ".join(failures) + "\n"
+                "choose another output.directory, or delete this one to start anew"
+            )
+        return None
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,320 @@
+"""What a training run is: nested dataclasses, read from YAML and `section.key=value` overrides, checked before work."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the key, the value and what is allowed."""
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    source: str | None = _setting(None, "where to start: a Hugging Face directory, a hub id or a .gguf file")
+    init: dict | None = _setting(None, "or from scratch: fields of marsjax.models.ModelConfig (vocab_size may be left)")
+    tokenizer: str | None = _setting(None, "with init: 'demo', or a directory or hub id with a tokenizer")
+    init_seed: int = _setting(0, "with init: seed of the first weights")
+
+
+@dataclass(frozen=True)
+class DataSection:
+    train: str = _setting("", "jsonl:PATH or problems:train[,seed=S][,count=N]")
+    length: int = _setting(512, "tokens a row; longer prompts are dropped, longer answers cut")
+    batch_size: int = _setting(32, "rows an optimiser step")
+    accumulation: int = _setting(1, "microbatches a step is split into")
+    epochs: int | None = _setting(None, "times through the data; None: as often as steps needs")
+    seed: int = _setting(0, "seed of the shuffle")
+    normalisation: Literal["token", "sequence"] = _setting("token", "loss a supervised token, or a document's mean")
+    fill_last_block_with_end: bool = _setting(False, "supervised end tokens up to a full block (published code)")
+    template_kwargs: dict = field(default_factory=dict, metadata={"help": "arguments of the chat template"})
+
+
+@dataclass(frozen=True)
+class ObjectiveSection:
+    name: Literal["mars", "sft"] = _setting("mars", "MARS, or plain next-token fine-tuning")
+    block_size: int = _setting(4, "B: tokens a block of masks predicts")
+    ar_weight: float = _setting(1.0, "weight of the next-token loss beside the mask loss")
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    learning_rate: float = _setting(5e-6, "peak learning rate")
+    steps: int | None = _setting(None, "optimiser steps; None: what data.epochs gives")
+    warmup: float = _setting(0.03, "warm-up: a fraction of all steps if below 1, else a number of steps")
+    final_fraction: float = _setting(0.0, "learning rate at the end of the cosine, as a fraction of the peak")
+    b1: float = _setting(0.9, "Adam's decay of the mean")
+    b2: float = _setting(0.999, "Adam's decay of the square")
+    eps: float = _setting(1e-8, "Adam's epsilon")
+    weight_decay: float = _setting(0.0, "decoupled decay of matrices; never of norms, biases and embeddings")
+    clip_norm: float | None = _setting(1.0, "bound on the gradients' global norm; None: no clipping")
+
+
+@dataclass(frozen=True)
+class ComputeSection:
+    platform: Literal["cpu", "gpu", "tpu"] | None = _setting(None, "stop unless JAX runs on this; None: take any")
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "compute dtype; auto: float32 on a CPU only")
+    remat: str | None = _setting(None, "a jax.checkpoint_policies name such as nothing_saveable; None: keep all")
+    chunk_mib: int = _setting(256, "bound on one chunk of logits, MiB")
+    attention: Literal["blocks", "dense"] = _setting("blocks", "blocks: half the work; dense: any alignment")
+    unroll_layers: bool = _setting(False, "no scan over layers: quicker steps of small models, slower compilation")
+    seed: int = _setting(0, "seed of everything the objective draws")
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    data: str | None = _setting(None, "held-out source, as data.train; None: no evaluation")
+    rows: int = _setting(256, "rows of it to use")
+    every: int = _setting(200, "steps between evaluations; the last step is always evaluated")
+    decode_prompts: int = _setting(0, "prompts of it to decode for tokens per forward; 0: none")
+    tau: float = _setting(0.95, "threshold for them")
+    max_new_tokens: int = _setting(128, "limit for them")
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    every: int = _setting(500, "steps between checkpoints; the last step is always saved")
+    keep: int = _setting(1, "newest checkpoints to keep, beside the best")
+    stop_after: int | None = _setting(None, "end the run after this step; the same command later goes on")
+
+
+@dataclass(frozen=True)
+class OutputSection:
+    directory: str = _setting("", "where checkpoints, metrics and the export go; runs resume from what is there")
+    export: Literal["last", "best", "none"] = _setting("last", "which weights are exported to DIRECTORY/export")
+    export_dtype: Literal["float32", "bfloat16", "float16"] = _setting("float32", "dtype of the exported weights")
+    log_every: int = _setting(10, "steps between lines of metrics")
+    tensorboard: bool = _setting(True, "write TensorBoard events beside metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    compute: ComputeSection = field(default_factory=ComputeSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    output: OutputSection = field(default_factory=OutputSection)
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ConfigError("\n".join(problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+RESUME_MAY_CHANGE = ("evaluation", "checkpoint", "output")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Fields in which a saved run and this one differ, apart from those that do not change the training."""
+    found = []
+    for section in sorted((set(old) | set(new)) - set(RESUME_MAY_CHANGE)):
+        before, now = old.get(section) or {}, new.get(section) or {}
+        for key in sorted(set(before) | set(now)):
+            if before.get(key) != now.get(key):
+                found.append(f"{section}.{key}: {before.get(key)!r} there, {now.get(key)!r} here")
+    return found
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A configuration from a YAML file and overrides such as `optimizer.learning_rate=1e-5`, the last winning.
+
+    Raises ConfigError naming the file or override, the key, and the nearest valid name.
+    """
+    tree: dict[str, Any] = {}
+    where = "overrides"
+    if path is not None:
+        file = Path(path).expanduser()
+        where = str(file)
+        if not file.is_file():
+            raise ConfigError(f"no such configuration file: {file} (looked in {Path.cwd()})")
+        try:
+            read = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        tree = {} if read is None else read
+    config = _build(TrainConfig, tree, "", where, check=False)
+    for override in overrides:
+        config = _override(config, override)
+    return _build(TrainConfig, config, "", where)
+
+
+def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    for name in reversed(key.strip().split(".")):
+        value = {name: value}
+    checked = _build(TrainConfig, value, "", f"override {override!r}", check=False)
+    return _merge(tree, checked)
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(under.get(key), dict)
+        merged[key] = _merge(under[key], value) if both else value
+    return merged
+
+
+def _build(cls: Any, tree: Any, prefix: str, where: str, check: bool = True) -> Any:
+    """The dataclass that `tree` describes; with check=False the tree itself, its names and types verified."""
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where}: {prefix.rstrip('.') or 'the configuration'} must be a mapping, got {tree!r}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in tree.items():
+        if key not in hints:
+            raise ConfigError(f"{where}: unknown key {prefix}{key}{_suggest(str(key), prefix, hints)}")
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(hints[key], {} if value is None else value, f"{prefix}{key}.", where, check)
+        else:
+            values[key] = _typed(hints[key], value, f"{where}: {prefix}{key}")
+    if not check:
+        return values
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _suggest(key: str, prefix: str, hints: dict[str, Any]) -> str:
+    if near := difflib.get_close_matches(key, hints, n=1):
+        return f"; did you mean {prefix}{near[0]}?"
+    if not prefix:  # a field named without its section
+        homes = [f"{s}.{key}" for s, t in hints.items() if key in typing.get_type_hints(t)]
+        if homes:
+            return f"; did you mean {' or '.join(homes)}?"
+    return f"; known here: {', '.join(prefix + name for name in hints)}"
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option) and isinstance(value, str):
+                return value
+        elif option is float:
+            # YAML 1.1 reads 5e-6, without a dot, as a string.
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+            if isinstance(value, str):
+                try:
+                    return float(value)
+                except ValueError:
+                    continue
+        elif option is int:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        elif option is not type(None) and isinstance(value, option):
+            return value
+    raise ConfigError(f"{where} must be {_type_name(hint)}, got {value!r}{_near_literal(options, value)}")
+
+
+def _near_literal(options: tuple[Any, ...], value: Any) -> str:
+    names = [n for o in options if typing.get_origin(o) is Literal for n in typing.get_args(o)]
+    near = difflib.get_close_matches(str(value), names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_type_name(o) for o in typing.get_args(hint))
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
+    return "null" if hint is type(None) else names.get(hint, str(hint))
+
+
+def _problems(c: TrainConfig) -> Iterator[str]:
+    """What is wrong with the values together; types are right already."""
+    at_least_one = {
+        "data.length": c.data.length - 1,
+        "data.batch_size": c.data.batch_size,
+        "data.accumulation": c.data.accumulation,
+        "objective.block_size": c.objective.block_size,
+        "compute.chunk_mib": c.compute.chunk_mib,
+        "evaluation.rows": c.evaluation.rows,
+        "evaluation.every": c.evaluation.every,
+        "evaluation.max_new_tokens": c.evaluation.max_new_tokens,
+        "checkpoint.every": c.checkpoint.every,
+        "checkpoint.keep": c.checkpoint.keep,
+        "output.log_every": c.output.log_every,
+        "data.epochs": 1 if c.data.epochs is None else c.data.epochs,
+        "optimizer.steps": 1 if c.optimizer.steps is None else c.optimizer.steps,
+        "checkpoint.stop_after": 1 if c.checkpoint.stop_after is None else c.checkpoint.stop_after,
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            yield f"{name} must be at least {2 if name == 'data.length' else 1}"
+    if (c.model.source is None) == (c.model.init is None):
+        yield "give one of model.source (fine-tune a checkpoint) and model.init (train from scratch)"
+    if c.model.init is not None and c.model.tokenizer is None:
+        yield "model.init needs model.tokenizer: 'demo', or a directory or hub id that has one"
+    if c.model.source is not None and c.model.tokenizer is not None:
+        yield "model.tokenizer goes with model.init; a checkpoint brings its own"
+    if not c.data.train:
+        yield "data.train is missing: jsonl:PATH or problems:train"
+    if not c.output.directory:
+        yield "output.directory is missing: where checkpoints, metrics and the export go"
+    if c.optimizer.steps is None and c.data.epochs is None:
+        yield "give optimizer.steps or data.epochs: how long to train"
+    if c.data.accumulation >= 1 and c.data.batch_size % c.data.accumulation:
+        yield f"data.batch_size={c.data.batch_size} is not a multiple of data.accumulation={c.data.accumulation}"
+    for name, seed in (("data.seed", c.data.seed), ("model.init_seed", c.model.init_seed), ("compute.seed", c.compute.seed)):
+        if not 0 <= seed < 2**32:
+            yield f"{name}={seed} is outside 0 to 2**32 - 1"
+    o = c.optimizer
+    if not o.learning_rate > 0:
+        yield f"optimizer.learning_rate={o.learning_rate} must be above 0"
+    if not o.warmup >= 0:
+        yield f"optimizer.warmup={o.warmup} must be at least 0"
+    if o.steps is not None and o.warmup > o.steps:
+        yield f"optimizer.warmup={o.warmup:g} steps are more than optimizer.steps={o.steps}"
+    for name, low, high in (("final_fraction", 0, 1), ("b1", 0, 0.999999), ("b2", 0, 0.99999999)):
+        if not low <= getattr(o, name) <= high:
+            yield f"optimizer.{name}={getattr(o, name)} is outside {low} to {high}"
+    if not o.eps > 0 or not o.weight_decay >= 0 or not (o.clip_norm is None or o.clip_norm > 0):
+        yield f"optimizer.eps={o.eps} and clip_norm={o.clip_norm} must be above 0, weight_decay={o.weight_decay} not below"
+    if not c.objective.ar_weight >= 0:
+        yield f"objective.ar_weight={c.objective.ar_weight} must be at least 0"
+    if not 0 < c.evaluation.tau <= 1:
+        yield f"evaluation.tau={c.evaluation.tau} is outside 0 < tau <= 1"
+    if c.evaluation.decode_prompts < 0:
+        yield f"evaluation.decode_prompts={c.evaluation.decode_prompts} must be at least 0"
+
+
+def describe() -> str:
+    """Every key with its default and meaning, for `--help`."""
+    lines = []
+    for section, cls in typing.get_type_hints(TrainConfig).items():
+        lines.append(f"{section}:")
+        for f in dataclasses.fields(cls):
+            default = f.default if f.default is not dataclasses.MISSING else {}
+            shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
+            name = f"{section}.{f.name}={shown}"
+            lines.append(f"  {name:<46} {f.metadata['help']}")
+            if typing.get_origin(f.type) is Literal:
+                lines[-1] += f" ({' | '.join(typing.get_args(f.type))})"
+    return "\n".join(lines)

@@ -1,0 +1,139 @@
+"""Held-out evaluation: loss of each stream, accuracy and calibration by mask offset, tokens per forward."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marsjax.models import ModelConfig
+from marsjax.training.objectives import Forward, needed_noisy_length, score_clean, score_two_streams
+from marsjax.training.state import Params, rebuild
+
+BINS = 10
+# Per row of a batch: what is added up in each cell [offset, bin of confidence].
+_FIELDS = ("count", "correct", "confidence", "cross_entropy")
+
+
+def make_eval_step(
+    config: ModelConfig, *, block_size: int | None, forward: Forward, unroll: bool = False
+) -> Callable[[Params, Any, int | None], dict[str, jax.Array]]:
+    """eval_step(params, batch, noisy_length) → sums over the batch, as `summarize` takes them.
+
+    `block_size` None scores the clean stream alone. Offset 1 of the clean stream is the AR prediction; noisy rows have
+    offsets 1 to B+1 (arXiv 2604.07023, section 3; see Batch.offsets).
+    """
+
+    def eval_step(params: Params, batch: Any, noisy_length: int | None):
+        model = rebuild(config, params, unroll=unroll)
+        if block_size is None:
+            clean = score_clean(model, batch, forward)
+            noisy = None
+        else:
+            clean, noisy, rows = score_two_streams(
+                model, batch, block_size=block_size, noisy_length=noisy_length, forward=forward
+            )
+        sums = {
+            "denominator": batch.denominator.sum(),
+            "ar_numerator": (batch.weights * clean.cross_entropy).sum(),
+            "ar": _histogram(clean, (batch.weights != 0).astype(jnp.int32), 1),
+        }
+        if noisy is not None and block_size is not None:
+            weights, offsets = (jnp.take_along_axis(x, rows, axis=1) for x in (batch.weights, batch.offsets))
+            sums["mask_numerator"] = (weights * noisy.cross_entropy).sum()
+            sums["mask"] = _histogram(noisy, jnp.where(weights != 0, offsets, 0), block_size + 1)
+        return sums
+
+    return jax.jit(eval_step, static_argnums=2)
+
+
+def _histogram(scores, offsets: jax.Array, highest: int) -> jax.Array:
+    """[highest + 1, BINS, fields]: sums over rows; rows of offset 0 do not count."""
+    bins = jnp.clip((scores.confidence * BINS).astype(jnp.int32), 0, BINS - 1)
+    cells = jnp.where(offsets > 0, offsets * BINS + bins, (highest + 1) * BINS)
+    values = jnp.stack(
+        [jnp.ones_like(scores.confidence), scores.correct, scores.confidence, scores.cross_entropy], axis=-1
+    )
+    table = jnp.zeros(((highest + 1) * BINS, len(_FIELDS))).at[cells.ravel()].add(
+        values.reshape(-1, len(_FIELDS)), mode="drop"
+    )  # fmt: skip
+    return table.reshape(highest + 1, BINS, len(_FIELDS))
+
+
+def evaluate(
+    eval_step: Callable[..., dict[str, jax.Array]],
+    params: Params,
+    batches: Iterable[Any],
+    *,
+    block_size: int | None,
+    ar_weight: float = 1.0,
+) -> dict[str, Any]:
+    """Runs over all batches; every row counts once (padding rows weigh nothing). See `summarize` for the result."""
+    totals: dict[str, Any] = {}
+    for batch in batches:
+        noisy_length = None if block_size is None else needed_noisy_length(batch, block_size)
+        sums = eval_step(params, batch, noisy_length)
+        for name, value in sums.items():  # float64 on the host: counts stay exact
+            totals[name] = totals.get(name, 0.0) + np.asarray(value, np.float64)
+    if not totals or not totals["denominator"]:
+        raise ValueError("the evaluation data holds no supervised token")
+    return summarize(totals, ar_weight=ar_weight)
+
+
+def summarize(totals: dict[str, Any], *, ar_weight: float) -> dict[str, Any]:
+    """JSON-able: loss, loss_ar, loss_mask, and for `ar` and each mask offset count, accuracy, confidence, calibration.
+
+    `calibration_error` is the expected calibration error over ten bins of confidence:
+    Σ_bins (count / all) · |accuracy - confidence|.
+    """
+    denominator = totals["denominator"]
+    result: dict[str, Any] = {"loss_ar": float(totals["ar_numerator"] / denominator)}
+    result["loss"] = result["loss_ar"]
+    if "mask" in totals:
+        result["loss_mask"] = float(totals["mask_numerator"] / denominator)
+        result["loss"] = result["loss_mask"] + ar_weight * result["loss_ar"]
+        result["mask_offsets"] = {
+            str(offset): _of_cells(cells) for offset, cells in enumerate(totals["mask"]) if cells[:, 0].sum()
+        }
+    result["ar"] = _of_cells(totals["ar"][1])
+    return result
+
+
+def _of_cells(cells: np.ndarray) -> dict[str, float]:
+    count, correct, confidence, cross_entropy = cells.sum(axis=0).tolist()
+    return {
+        "count": int(count),
+        "accuracy": correct / count,
+        "confidence": confidence / count,
+        "calibration_error": float(np.abs(cells[:, 1] - cells[:, 2]).sum() / count),
+        "cross_entropy": cross_entropy / count,
+    }
+
+
+def held_out_prompts(source: Sequence[Any], count: int) -> list[list[dict[str, Any]]]:
+    """Messages before the last assistant's turn of the first `count` conversations."""
+    prompts = []
+    for i in range(min(count, len(source))):
+        messages = list(source[i])
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        if messages[:-1]:
+            prompts.append(messages[:-1])
+    return prompts
+
+
+def decode(
+    pretrained: Any, prompts: Sequence[Any], *, block_size: int | None, tau: float, max_new_tokens: int
+) -> dict[str, float]:
+    """Decodes prompts and says how many tokens a forward pass gave; 1 by definition without MARS (`block_size` None).
+
+    `pretrained` holds the list layout and is let go of on return: decoding keeps no second copy of the weights.
+    """
+    from marsjax.decoding.generator import Generator
+
+    strategy = {"strategy": "ar"} if block_size is None else {"strategy": "mars", "window": block_size}
+    generator = Generator(pretrained, **strategy)
+    results = generator.generate(list(prompts), tau=tau, max_new_tokens=max_new_tokens)
+    forwards = sum(r.forwards for r in results)
+    return {"tokens_per_forward": sum(len(r.ids) for r in results) / max(forwards, 1)}

@@ -1,0 +1,255 @@
+"""The training loop."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from marsjax.data.sources import open_source
+from marsjax.training import evaluate as held_out
+from marsjax.training import setup
+from marsjax.training.checkpoints import Checkpoints
+from marsjax.training.config import ConfigError, TrainConfig, differences
+from marsjax.training.metrics import Clock, MetricsWriter, Reporter
+from marsjax.training.objectives import check_aligned, needed_noisy_length
+from marsjax.training.optimizer import make_optimizer, make_schedule
+from marsjax.training.state import TrainState, new_state, rebuild
+from marsjax.training.step import make_train_step, split_microbatches
+from marsjax.weights import Pretrained, save
+
+
+class TrainingDiverged(RuntimeError):
+    """Loss or gradient became infinite or NaN; the message holds the step."""
+
+
+@dataclass
+class TrainResult:
+    """directory: of the run; export: None if not exported. best: {"step", "loss"} by held-out loss. final: the last
+    held-out evaluation, or the last training metrics where there is none. seconds: of all runs that made it."""
+
+    directory: Path
+    export: Path | None
+    steps: int
+    best: dict[str, Any] | None
+    final: dict[str, Any]
+    seconds: float
+
+
+@dataclass
+class _Progress:
+    """What a checkpoint remembers beside the state."""
+
+    best: dict[str, Any] | None = None
+    final: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Runs, or goes on with, a training run; see `marsjax.training.config` for what can be set.
+
+    A run goes on by itself from the checkpoints in its output directory, bitwise as if it had never stopped.
+
+    Raises ConfigError (also when the directory holds a run of another configuration), DataError, TrainingDiverged,
+    checkpoints.SaveError.
+    """
+    platform = setup.check_platform(config.compute.platform)
+    forward = setup.make_forward(config, platform)
+    directory = Path(config.output.directory).expanduser()
+    _check_same_run(directory, config)
+    pretrained = setup.load_model(config)
+    data = setup.load_data(config, pretrained)
+    run = None
+    try:
+        run = _Run(config, directory, pretrained, data, forward)
+        return run.go()
+    finally:
+        data.batches.close()
+        if run is not None:
+            run.close()
+
+
+def _check_same_run(directory: Path, config: TrainConfig) -> None:
+    """Before any long work: a directory with checkpoints of another configuration is refused."""
+    saved, checkpoints = directory / "config.yaml", directory / "checkpoints"
+    if not (saved.exists() and checkpoints.is_dir() and any(checkpoints.iterdir())):
+        return
+    if found := differences(yaml.safe_load(saved.read_text()), config.to_dict()):
+        raise ConfigError(
+            f"{directory} holds checkpoints of another configuration:\n  "
+            + "\n  ".join(found)
+            + "\nchoose another output.directory, or delete this one to start anew"
+        )
+
+
+class _Run:
+    def __init__(self, config: TrainConfig, directory: Path, pretrained: Pretrained, data: setup.TrainData, forward):
+        self.config, self.directory, self.data = config, directory, data
+        self.model_config = pretrained.model.config
+        self.steps = setup.total_steps(config, data.batches)
+        self.block_size = config.objective.block_size if config.objective.name == "mars" else None
+        self.pretrained = pretrained
+        unroll = config.compute.unroll_layers
+        schedule = make_schedule(config.optimizer, self.steps)
+        optimizer = make_optimizer(config.optimizer, schedule)
+        objective = setup.make_objective(config, forward)
+        self.train_step = make_train_step(self.model_config, objective, optimizer, schedule, unroll=unroll)
+        self.eval_step = held_out.make_eval_step(
+            self.model_config, block_size=self.block_size, forward=forward, unroll=unroll
+        )
+        self.state = new_state(pretrained.model, optimizer, config.compute.seed)
+        pretrained.model = None  # type: ignore[assignment]  # its arrays are the state's now, and will be donated
+        self.progress = _Progress()
+        self.checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep)
+        self._resume()
+        self.start = int(self.state.step)
+        self.writer = MetricsWriter(directory, tensorboard=config.output.tensorboard, step=self.start)
+        self.reporter = Reporter(self.steps, self.start)
+        (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+
+    def _resume(self) -> None:
+        restored = self.checkpoints.restore(self.state)
+        if restored is not None:
+            self.state, host = restored
+            self.data.batches.restore(host["data"])
+            self.progress = _Progress(**host["progress"])
+
+    def go(self) -> TrainResult:
+        began, before = time.perf_counter(), self.progress.seconds
+        config, reporter = self.config, self.reporter
+        last = min(self.steps, config.checkpoint.stop_after or self.steps)
+        if self.start:
+            reporter.note(f"resumed at step {self.start} of {self.steps} from {self.checkpoints.directory}")
+        reporter.note(f"data: {self.data.batches.rows.stats}")
+        pending = _Pending(self)
+        for step in range(self.start + 1, last + 1):
+            pending.swap(step, self._advance(pending.clock))
+            evaluates = self.data.held_out is not None and (step % config.evaluation.every == 0 or step == self.steps)
+            saves = step % config.checkpoint.every == 0 or step == last
+            if evaluates or saves:
+                pending.flush()  # a diverged state must end the run before it is saved
+                paused = time.perf_counter()
+                improved = evaluates and self._evaluate(step)
+                if saves or improved:
+                    self.progress.seconds = before + time.perf_counter() - began
+                    self._save()
+                pending.clock.skip(paused)
+            reporter.step(step)
+        export = self._export() if last == self.steps else None
+        seconds = before + time.perf_counter() - began
+        return TrainResult(self.directory, export, int(self.state.step), self.progress.best, self.progress.final, seconds)
+
+    def _advance(self, clock: Clock) -> dict[str, Any]:
+        batch = next(self.data.batches)
+        noisy_length = None
+        if self.block_size is not None:
+            if self.config.compute.attention == "blocks":
+                check_aligned(batch, self.block_size)
+            noisy_length = needed_noisy_length(batch, self.block_size)
+        since, compiled = time.perf_counter(), self.train_step._cache_size()  # type: ignore[attr-defined]
+        batch = split_microbatches(batch, self.config.data.accumulation)
+        self.state, metrics = self.train_step(self.state, batch, noisy_length)
+        if self.train_step._cache_size() != compiled:  # type: ignore[attr-defined]
+            clock.skip(since)
+        return metrics
+
+    def _evaluate(self, step: int) -> bool:
+        """Whether this is the best so far."""
+        rows = self.data.held_out_batches()
+        result = held_out.evaluate(
+            self.eval_step, self.state.params, rows, block_size=self.block_size, ar_weight=self.config.objective.ar_weight
+        )
+        result |= self._decode()
+        self.writer.write(step, "eval", result)
+        shown = {k: v for k, v in result.items() if isinstance(v, float)}
+        self.reporter.note(f"evaluation at step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in shown.items()))
+        self.progress.final = {"step": step, **result}
+        best = self.progress.best
+        if best is not None and not result["loss"] < best["loss"]:
+            return False
+        self.progress.best = {"step": step, "loss": result["loss"]}
+        return True
+
+    def _decode(self) -> dict[str, float]:
+        section = self.config.evaluation
+        if not section.decode_prompts or section.data is None:
+            return {}
+        prompts = held_out.held_out_prompts(open_source(section.data), section.decode_prompts)
+        return held_out.decode(
+            self._as_pretrained(self.state, "list"),
+            prompts,
+            block_size=self.block_size,
+            tau=section.tau,
+            max_new_tokens=section.max_new_tokens,
+        )
+
+    def _save(self) -> None:
+        host = {"data": self.data.batches.state(), "progress": vars(self.progress)}
+        best = self.progress.best
+        self.checkpoints.save(self.state, host, best_step=best["step"] if best else None)
+
+    def _as_pretrained(self, state: TrainState, layout: str) -> Pretrained:
+        given = self.pretrained
+        model = rebuild(self.model_config, state.params, unroll=layout == "list")
+        generation = given.generation.with_end(self.data.end_id)
+        return Pretrained(model, given.tokenizer, generation, given.mask_id, given.hf_config)
+
+    def _export(self) -> Path | None:
+        which, state = self.config.output.export, self.state
+        if which == "none":
+            return None
+        best = self.progress.best
+        if which == "best" and best is not None and best["step"] != int(state.step):
+            restored = self.checkpoints.restore(state, best["step"])
+            assert restored is not None
+            state = restored[0]
+        path = save(self._as_pretrained(state, "stacked"), self.directory / "export", dtype=self.config.output.export_dtype)
+        self.reporter.note(f"exported to {path}")
+        return path
+
+    def close(self) -> None:
+        self.reporter.close()
+        self.writer.close()
+        self.checkpoints.close()
+
+
+class _Pending:
+    """Metrics of the last step, read when the next one is under way, so that the device never waits for the host."""
+
+    def __init__(self, run: _Run):
+        self.run, self.clock = run, Clock()
+        self._step, self._metrics = 0, None
+        self._window: list[dict[str, float]] = []
+
+    def swap(self, step: int, metrics: dict[str, Any]) -> None:
+        self.flush()
+        self._step, self._metrics = step, metrics
+
+    def flush(self) -> None:
+        if self._metrics is None:
+            return
+        values = {name: float(np.asarray(value)) for name, value in self._metrics.items()}
+        step, self._metrics = self._step, None
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise TrainingDiverged(
+                f"step {step}: {', '.join(f'{name} is {values[name]}' for name in bad)} (learning rate "
+                f"{values['learning_rate']:.3g}). Lower optimizer.learning_rate or raise optimizer.warmup; the run goes "
+                f"on from the newest checkpoint ({self.run.checkpoints.steps()[-1:] or 'none yet'})"
+            )
+        self.clock.add(values["tokens"])
+        self._window.append(values)
+        run = self.run
+        if step % run.config.output.log_every == 0 or step in (1, run.steps):
+            means = {name: float(np.mean([v[name] for v in self._window])) for name in values}
+            means["learning_rate"] = values["learning_rate"]
+            means["tokens_per_second"] = self.clock.read()
+            self._window.clear()
+            run.writer.write(step, "train", means)
+            shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second")
+            run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
+            if not run.progress.final.get("loss_ar") or run.data.held_out is None:
+                run.progress.final = {"step": step, **means}

@@ -1,0 +1,39 @@
+"""AdamW with linear warm-up and cosine decay."""
+
+import jax
+import optax
+
+from marsjax.training.config import OptimizerSection
+
+
+def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
+    """Learning rate of update 0 … steps-1: linear warm-up to the peak, then a cosine to `final_fraction` of it.
+
+    Update i of w warm-up updates has (i + 1) / w of the peak, so that no update is wasted on a rate of 0.
+    """
+    warmup = round(section.warmup * steps) if section.warmup < 1 else round(section.warmup)
+    peak = section.learning_rate
+    cosine = optax.cosine_decay_schedule(peak, max(1, steps - warmup), alpha=section.final_fraction)
+    if not warmup:
+        return cosine
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(1, warmup - 1)), cosine], [warmup])
+
+
+def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Clip, Adam, decoupled weight decay of matrices (`kernel` leaves), learning rate.
+
+    Norms, biases and the embedding table do not decay: most rows of the table get no gradient from a fine-tuning set,
+    and decay alone would shrink tokens the data does not hold.
+    """
+    parts = []
+    if section.clip_norm is not None:
+        parts.append(optax.clip_by_global_norm(section.clip_norm))
+    parts.append(optax.scale_by_adam(section.b1, section.b2, section.eps))
+    if section.weight_decay:
+        parts.append(optax.add_decayed_weights(section.weight_decay, mask=decays))
+    return optax.chain(*parts, optax.scale_by_learning_rate(schedule))
+
+
+def decays(params):
+    """A pytree of bools like `params`: which leaves weight decay acts on."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)

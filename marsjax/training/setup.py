@@ -1,0 +1,152 @@
+"""From a configuration to the things a run works with: platform, model, rows, objective."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from marsjax.data.batch import BatchFormat
+from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
+from marsjax.models import Decoder, ModelConfig
+from marsjax.text.chat import turn_end_id
+from marsjax.text.mask_token import ensure_mask_token
+from marsjax.training.config import ConfigError, ModelSection, TrainConfig
+from marsjax.training.objectives import Forward, mars, sft
+from marsjax.training.step import Objective
+from marsjax.weights import GenerationDefaults, Pretrained, load
+
+
+def check_platform(wanted: str | None) -> str:
+    """The platform JAX runs on. Raises RuntimeError if another was asked for, before anything slow."""
+    actual = jax.default_backend()
+    if wanted is not None and wanted != actual:
+        raise RuntimeError(
+            f"compute.platform={wanted} was asked for, but JAX runs on {actual} ({len(jax.devices())} devices); "
+            f"install jax for {wanted}, unset JAX_PLATFORMS, or set compute.platform={actual}"
+        )
+    return actual
+
+
+def load_model(config: TrainConfig) -> Pretrained:
+    """The model to train, layers stacked, in float32; with a mask token if the objective needs one."""
+    with_mask = config.objective.name == "mars"
+    if config.model.source is not None:
+        return load(config.model.source, layout="stacked", dtype=jnp.float32, with_mask_token=with_mask)
+    return new_model(config.model, with_mask_token=with_mask)
+
+
+def new_model(section: ModelSection, *, with_mask_token: bool) -> Pretrained:
+    """Random weights for `section.init`. vocab_size defaults to the tokenizer's, with room for a mask token."""
+    tokenizer = _tokenizer(str(section.tokenizer))
+    known = max(tokenizer.get_vocab().values()) + 1
+    fields = {"vocab_size": -(-(known + 1) // 64) * 64, **(section.init or {})}
+    names = {f.name for f in dataclasses.fields(ModelConfig)}
+    if unknown := sorted(set(fields) - names):
+        raise ConfigError(f"model.init: unknown {', '.join(unknown)}; known are {', '.join(sorted(names))}")
+    try:
+        model_config = ModelConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.init: {error}") from error
+    mask_id = None
+    if with_mask_token:
+        plan = ensure_mask_token(tokenizer, model_config)
+        model_config = dataclasses.replace(model_config, vocab_size=plan.new_vocab_size)
+        mask_id = plan.mask_id
+    elif known > model_config.vocab_size:
+        raise ConfigError(f"model.init: vocab_size={model_config.vocab_size}, but the tokenizer knows {known} tokens")
+    model = nnx.jit(lambda: Decoder(model_config, rngs=nnx.Rngs(section.init_seed)))()
+    generation = GenerationDefaults((turn_end_id(tokenizer),), tokenizer.pad_token_id, tokenizer.bos_token_id)
+    return Pretrained(model, tokenizer, generation, mask_id)
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerFast:
+    if name == "demo":
+        from marsjax.data.demo_tokenizer import demo_tokenizer
+
+        return demo_tokenizer()
+    return AutoTokenizer.from_pretrained(name)
+
+
+@dataclasses.dataclass
+class TrainData:
+    """Training batches, and what is needed to read held-out ones in the same way."""
+
+    batches: TrainBatches
+    held_out: RowSet | None
+    form: BatchFormat
+    end_id: int
+    eval_rows: int
+
+    def held_out_batches(self) -> Iterator[Any]:
+        if self.held_out is None:
+            raise ValueError("there is no held-out data")
+        return eval_batches(self.held_out, self.form)
+
+
+def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
+    """Reads the sources; raises DataError, with counts, when there is nothing to train on."""
+    section, tokenizer = config.data, pretrained.tokenizer
+    mask_id = pretrained.mask_id if config.objective.name == "mars" else None
+    end_id = turn_end_id(tokenizer)
+    form = BatchFormat(
+        batch_size=section.batch_size,
+        length=section.length,
+        block_size=config.objective.block_size,
+        mask_id=mask_id,
+        end_id=end_id,
+        pad_id=pretrained.generation.pad_id or 0,
+        normalisation=section.normalisation,
+        fill_last_block_with_end=section.fill_last_block_with_end,
+    )
+
+    def rows(source: str) -> RowSet:
+        options = {"length": section.length, "mask_id": pretrained.mask_id, "end_id": end_id}
+        return load_rows(source, tokenizer, **options, **section.template_kwargs)
+
+    batches = TrainBatches(rows(section.train), form, seed=section.seed, epochs=section.epochs)
+    held_out = rows(config.evaluation.data) if config.evaluation.data else None
+    micro = dataclasses.replace(form, batch_size=section.batch_size // section.accumulation)
+    return TrainData(batches, held_out, micro, end_id, config.evaluation.rows)
+
+
+def total_steps(config: TrainConfig, batches: TrainBatches) -> int:
+    """optimizer.steps, or what the epochs give."""
+    available, asked = batches.total_batches, config.optimizer.steps
+    if asked is None:
+        assert available is not None  # the configuration has one of the two
+        return available
+    if available is not None and asked > available:
+        raise ConfigError(
+            f"optimizer.steps={asked}, but {config.data.epochs} epochs of {len(batches.rows)} rows hold only "
+            f"{available} batches of {config.data.batch_size}; raise data.epochs or leave it out"
+        )
+    return asked
+
+
+def make_forward(config: TrainConfig, platform: str) -> Forward:
+    name = config.compute.dtype
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    remat = config.compute.remat
+    if remat is not None and not hasattr(jax.checkpoint_policies, remat):
+        known = ", ".join(n for n in dir(jax.checkpoint_policies) if not n.startswith("_"))
+        raise ConfigError(f"compute.remat={remat} is not a jax.checkpoint_policies name; known: {known}")
+    return Forward(jnp.dtype(name), remat, config.compute.chunk_mib * 2**20, config.compute.attention)
+
+
+def make_objective(config: TrainConfig, forward: Forward) -> Objective:
+    if config.objective.name == "sft":
+        return lambda model, batch, key, noisy_length: sft(model, batch, forward)
+    section = config.objective
+    return lambda model, batch, key, noisy_length: mars(
+        model,
+        batch,
+        block_size=section.block_size,
+        ar_weight=section.ar_weight,
+        noisy_length=noisy_length,
+        forward=forward,
+    )
