@@ -3,8 +3,9 @@
 The order is grain's: a shuffle that is a function of (seed, epoch, index), so a position is one number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 import grain
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +21,8 @@ _SURVEYED = 256  # generated problems looked at before training; files are looke
 class RowSet:
     """The usable rows of a source: all of a file's, tokenised now; the generator's, tokenised when asked for.
 
-    `stats` counts what was seen so far. Raises DataError, with counts, if nothing in the source is supervised.
+    `stats` counts the conversations looked at (of the generator's, the first few), and `fingerprint` stands for their
+    rows. Raises DataError, with counts, if nothing in them is supervised.
     """
 
     def __init__(self, source: str | Sequence[list[Message]], maker: RowMaker):
@@ -29,16 +31,20 @@ class RowSet:
         self._maker = maker
         self._conversations = open_source(source) if isinstance(source, str) else source
         self._rows: list[Row] | None = None
+        seen: Iterable[Row]
         if isinstance(self._conversations, ProblemSource):
-            for i in range(min(_SURVEYED, len(self._conversations))):
-                maker(self._conversations[i], self.stats)
+            some = (self._conversations[i] for i in range(min(_SURVEYED, len(self._conversations))))
+            seen = [row for messages in some for row in maker(messages, self.stats)]
         else:
-            self._rows = [row for messages in self._conversations for row in maker(messages, self.stats)]
+            seen = self._rows = [row for messages in self._conversations for row in maker(messages, self.stats)]
         if not self.stats.supervised_tokens:
             raise DataError(
                 f"{self.name}: nothing to train on, no supervised token within {maker.length} tokens a row "
                 f"({self.stats}); check the roles, or raise the length"
             )
+        self.fingerprint = 0
+        for row in seen:
+            self.fingerprint = crc32(row.ids.tobytes(), self.fingerprint)
 
     def __len__(self) -> int:
         return len(self._conversations) if self._rows is None else len(self._rows)
@@ -86,7 +92,7 @@ class TrainBatches:
                 "lower the batch size or raise the epochs"
             )
         self.rows, self.form, self.epochs = rows, form, epochs
-        self._identity = {"rows": len(rows), "seed": seed}
+        self._identity = {"rows": len(rows), "seed": seed, "fingerprint": rows.fingerprint}
         # One thread: more would only compete for the interpreter, and a single one keeps the tokenizer's use simple.
         reading = grain.ReadOptions(num_threads=1 if prefetch_rows else 0, prefetch_buffer_size=prefetch_rows)
         ordered = grain.MapDataset.source(rows).shuffle(seed).repeat(epochs)
@@ -116,7 +122,7 @@ class TrainBatches:
             if state.get(name) != here:
                 raise DataError(
                     f"cannot resume the data: the saved position has {name} {state.get(name)}, this run has {here}; "
-                    "use the same data, length and seed, or start anew"
+                    "use the same data, tokenizer, length and seed, or start anew"
                 )
         self._iterator.set_state(state["iterator"])
 

@@ -67,7 +67,8 @@ def _minus(a: int, b: int) -> str:
 
 def _shopping(r: Random) -> tuple[str, str, str]:
     who, (x, y) = r.choice(PEOPLE), r.sample(GOODS, 2)
-    a, p, b, q = (r.randint(2, 9) for _ in range(4))
+    a, b = r.randint(3, 9), r.randint(3, 9)
+    p, q = r.randint(10 // a + 1, 9), r.randint(10 // b + 1, 9)
     question = r.choice(
         (
             f"{who} buys {a} {x} at {p} coins each and {b} {y} at {q} coins each. How many coins does {who} pay?",
@@ -148,7 +149,7 @@ def _sharing(r: Random) -> tuple[str, str, str]:
 def _sequence(r: Random) -> tuple[str, str, str]:
     who, step, times = r.choice(PEOPLE), r.randint(2, 9), r.randint(3, 4)
     up = r.random() < 0.5
-    start = r.randint(1, 60) if up else r.randint(step * times, 99)
+    start = r.randint(10, 60) if up else r.randint(step * times + 10, 99)
     way, sign = ("up", "+") if up else ("down", "-")
     question = r.choice(
         (
@@ -194,7 +195,7 @@ _UNITS = (
 
 def _conversion(r: Random) -> tuple[str, str, str]:
     big, small, factor = r.choice(_UNITS)
-    who, n, extra = r.choice(PEOPLE), r.randint(2, 9), r.randint(1, factor - 1)
+    who, n, extra = r.choice(PEOPLE), r.randint(2, 9), r.randint(min(10, factor // 2), factor - 1)
     total = n * factor + extra
     question = r.choice(
         (
@@ -203,14 +204,14 @@ def _conversion(r: Random) -> tuple[str, str, str]:
             f"{who} measures {n} {big} and {extra} {small}. How many {small} is that?",
         )
     )
-    steps = f"The {n} {big} are {n} x {factor} = {n * factor}. With the {extra} more: {_plus(n * factor, extra)}."
+    steps = f"The {n} {big} are {n} x {factor} = {n * factor}. In all {_plus(n * factor, extra)}."
     return question, steps, str(total)
 
 
 def _table(r: Random) -> tuple[str, str, str]:
     people = r.sample(PEOPLE, 3)
     place, x = r.choice(PLACES), r.choice(FOODS)
-    counts = [r.randint(3, 59) for _ in people]
+    counts = [r.randint(11, 59) for _ in people]
     i, j = r.sample(range(3), 2)
     listed = ", ".join(f"{p} {n}" for p, n in zip(people, counts, strict=True))
     question = r.choice(
@@ -239,7 +240,7 @@ def _most(r: Random) -> tuple[str, str, str]:
         )
     )
     winner = people[counts.index(best)]
-    return question, f"The numbers: {', '.join(map(str, counts))}. The {word} is {best} for {winner}.", winner
+    return question, f"They have {', '.join(map(str, counts))}. With {best} it is {winner}.", winner
 
 
 def _listed(r: Random, low: int, high: int) -> list[str]:
@@ -254,7 +255,7 @@ def _listed(r: Random, low: int, high: int) -> list[str]:
 
 
 def _reverse(r: Random) -> tuple[str, str, str]:
-    names = _listed(r, 3, 5)
+    names = _listed(r, 4, 5)
     listed = ", ".join(names)
     question = r.choice(
         (
@@ -268,7 +269,7 @@ def _reverse(r: Random) -> tuple[str, str, str]:
 
 
 def _sort(r: Random) -> tuple[str, str, str]:
-    names = _listed(r, 3, 4)
+    names = _listed(r, 4, 5)
     listed = ", ".join(names)
     question = r.choice(
         (
@@ -278,11 +279,11 @@ def _sort(r: Random) -> tuple[str, str, str]:
         )
     )
     ordered = ", ".join(sorted(names))
-    return question, f"In the order of the alphabet: {ordered}.", ordered
+    return question, f"By the alphabet: {ordered}.", ordered
 
 
 def _digits(r: Random) -> tuple[str, str, str]:
-    digits = [r.randint(1, 9) for _ in range(r.randint(3, 4))]
+    digits = [r.randint(1, 9) for _ in range(r.randint(3, 5))]
     number, who = "".join(map(str, digits)), r.choice(PEOPLE)
     question = r.choice(
         (
@@ -295,7 +296,7 @@ def _digits(r: Random) -> tuple[str, str, str]:
     for digit in digits[1:]:
         sums.append(_plus(total, digit))
         total += digit
-    return question, f"The digits are {', '.join(map(str, digits))}. In all {', '.join(sums)}.", str(total)
+    return question, f"For {number}: {', '.join(sums)}.", str(total)
 
 
 _FAMILIES: dict[str, Callable[[Random], tuple[str, str, str]]] = {

@@ -68,17 +68,18 @@ def read_jsonl(path: str | Path) -> list[list[Message]]:
     if not file.is_file():
         raise DataError(f"no such data file: {file} (looked in {Path.cwd()})")
     conversations, bad = [], []
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            conversations.append(_conversation(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
-        except UnicodeDecodeError as error:
-            bad.append(f"line {number}: not UTF-8 ({error.reason} at byte {error.start})")
-        except json.JSONDecodeError as error:
-            bad.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
-        except ValueError as error:
-            bad.append(f"line {number}: {error}")
+    with file.open("rb") as lines:  # as bytes: only a line feed ends a line here, whatever Unicode thinks
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                conversations.append(_conversation(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
+            except UnicodeDecodeError as error:
+                bad.append(f"line {number}: not UTF-8 ({error.reason} at byte {error.start})")
+            except json.JSONDecodeError as error:
+                bad.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
+            except (ValueError, RecursionError) as error:
+                bad.append(f"line {number}: {error}")
     if bad:
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise DataError(f"{file}: {len(bad)} unusable lines\n  " + "\n  ".join(bad[:_SHOWN]) + more)

@@ -113,6 +113,14 @@ def test_refuses_a_position_in_other_data():
         TrainBatches(rows, form(4), seed=4).restore(state)
     with pytest.raises(DataError, match="rows 12, this run has 11"):
         TrainBatches(load_rows(conversations(11), TOKENIZER, length=64), form(4), seed=3).restore(state)
+    changed = [*conversations(11), *conversations(1)]
+    with pytest.raises(DataError, match=r"position has fingerprint \d+, this run has \d+; use the same data"):
+        TrainBatches(load_rows(changed, TOKENIZER, length=64), form(4), seed=3).restore(state)
+    first = TrainBatches(load_rows("problems:train,seed=1", TOKENIZER, length=128), form(4, 128), seed=0)
+    with pytest.raises(DataError, match="fingerprint"):
+        TrainBatches(load_rows("problems:train,seed=2", TOKENIZER, length=128), form(4, 128), seed=0).restore(
+            first.state()
+        )
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 13, 16])
