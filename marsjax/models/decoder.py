@@ -37,8 +37,10 @@ class Linear(nnx.Module):
         self.bias = Param(jnp.zeros((*lead, d_out), dtype), axes=(*names, axes[1])) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        # Rows flattened: with two leading axes XLA:CPU makes transposed copies for the weights' gradient (1.7x a step).
+        y = x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)
+        y = y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class RMSNorm(nnx.Module):
