@@ -3,7 +3,7 @@
 from marsjax.weights.conversion import convert
 from marsjax.weights.loading import load
 from marsjax.weights.pretrained import GenerationDefaults, Pretrained
-from marsjax.weights.save import save
+from marsjax.weights.saving import save
 from marsjax.weights.tensors import CheckpointError
 
 __all__ = ["CheckpointError", "GenerationDefaults", "Pretrained", "convert", "load", "save"]

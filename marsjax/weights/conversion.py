@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from marsjax.weights.loading import open_source, read
 from marsjax.weights.names import EMBEDDING
-from marsjax.weights.save import DTYPE_NAMES, save
+from marsjax.weights.saving import DTYPE_NAMES, save
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: Any = None, mask_token: bool = False) -> Path:

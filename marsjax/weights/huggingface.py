@@ -60,10 +60,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_tokenizer(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer builds a qwen2 model's tokenizer anew, with Qwen's splitting and extra tokens, whatever
+    # tokenizer.json says; so where that file exists it is taken at its word.
+    kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = kind.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # what a broken file raises differs from class to class
         raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
     if not tokenizer.is_fast:
