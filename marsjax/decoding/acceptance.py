@@ -43,7 +43,9 @@ def confidence(logits: jax.Array, chosen: jax.Array, measure: jax.Array) -> jax.
 
     first = probability()
     return jax.lax.cond(
-        (measure != PROBABILITY).any(), lambda: jnp.where(measure[:, None] == PROBABILITY, first, others()), lambda: first
+        (measure != PROBABILITY).any(),
+        lambda: jnp.where(measure[:, None] == PROBABILITY, first, others()),
+        lambda: first,
     )
 
 

@@ -66,7 +66,12 @@ def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def commit(
-    cache: list[LayerCache], slots: list[LayerCache], first: jax.Array, entries: int, cursor: jax.Array, writes: jax.Array
+    cache: list[LayerCache],
+    slots: list[LayerCache],
+    first: jax.Array,
+    entries: int,
+    cursor: jax.Array,
+    writes: jax.Array,
 ) -> list[LayerCache]:
     """Write slots `first[r] .. first[r] + entries` of each row r at its cursor, in every layer.
 
@@ -78,25 +83,32 @@ def commit(
       first, cursor: [N] int32. writes: [N] bool.
     """
 
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        for row in range(old.shape[0]):
-            taken = jax.lax.dynamic_slice_in_dim(new[row], first[row], entries, 1)
-            old = _write_row(old, taken, row, cursor[row], writes[row], axis=2)
-        return old
+    rows, time = cursor.shape[0], 2
 
-    return jax.tree.map(write, cache, slots)
+    def write_row(row, cache):
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            sizes = (1, new.shape[1], entries, new.shape[3])
+            taken = jax.lax.dynamic_slice(new, (row, 0, first[row], 0), sizes)
+            return _write(old, taken, row, cursor[row], writes[row], time)
+
+        return jax.tree.map(write, cache, slots)
+
+    return jax.lax.fori_loop(0, rows, write_row, cache)
 
 
 def write_rows(old: jax.Array, new: jax.Array, start: jax.Array, writes: jax.Array) -> jax.Array:
     """`old[r, start[r] : start[r] + E] = new[r]` where `writes[r]`. old [N, T], new [N, E], start and writes [N]."""
-    for row in range(old.shape[0]):
-        old = _write_row(old, new[row], row, start[row], writes[row], axis=1)
-    return old
+
+    def write_row(row, old):
+        taken = jax.lax.dynamic_slice_in_dim(new, row, 1)
+        return _write(old, taken, row, start[row], writes[row], 1)
+
+    return jax.lax.fori_loop(0, old.shape[0], write_row, old)
 
 
-def _write_row(old, new, row: int, start, writes, axis: int):
-    """One bounded slice of one row; a loop over rows stays in place where a vmapped update becomes a scatter."""
-    index = [jnp.int32(row)] + [jnp.int32(0)] * (old.ndim - 1)
-    index[axis] = start
-    kept = jax.lax.dynamic_slice(old, index, (1, *new.shape))
-    return jax.lax.dynamic_update_slice(old, jnp.where(writes, new[None], kept), index)
+def _write(old, new, row, start, writes, axis: int):
+    """One bounded slice of one row, in place. A vmapped update would become a scatter; unrolled rows compile slowly."""
+    index = [jnp.int32(0)] * old.ndim
+    index[0], index[axis] = row, start
+    kept = jax.lax.dynamic_slice(old, index, new.shape)
+    return jax.lax.dynamic_update_slice(old, jnp.where(writes, new, kept), index)

@@ -21,7 +21,7 @@ class DecoderNetwork:
     dtype: Any
 
     def __hash__(self) -> int:
-        # Two networks of one config share programs; hashing a graph of hundreds of arrays at every call would cost more.
+        # Called at every dispatch; the graph of hundreds of arrays would take longer, and __eq__ looks at it anyway.
         return hash((self.config, self.dtype))
 
     def empty_cache(self, rows: int, length: int) -> list[cache.LayerCache]:

@@ -35,7 +35,9 @@ class SlotPlan:
         if len(self.kinds) != len(self.parents) or any(p >= i for i, p in enumerate(self.parents)):
             raise ValueError(f"plan {self.name}: every slot needs one parent that comes before it, got {self.parents}")
         if self.heads[0] != self.root:
-            raise ValueError(f"plan {self.name}: the first prediction must be the root's ({self.root}), got {self.heads}")
+            raise ValueError(
+                f"plan {self.name}: the first prediction must be the root's ({self.root}), got {self.heads}"
+            )
 
     @property
     def size(self) -> int:

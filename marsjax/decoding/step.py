@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from marsjax.decoding import acceptance, sampling
-from marsjax.decoding.cache import LayerCache, attend_cache_and_slots, commit, empty, write_rows
+from marsjax.decoding.cache import LayerCache, attend_cache_and_slots, commit, write_rows
 from marsjax.decoding.plans import SlotPlan
 
 
@@ -31,19 +31,19 @@ class Network(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Controls:
-    """What a batch was asked for. Never donated; replacing a value compiles nothing."""
+    """What a batch was asked for, numpy or jax arrays. Never donated; replacing a value compiles nothing."""
 
-    tau: jax.Array  # [N] float32
-    measure: jax.Array  # [N] int32, see acceptance
-    temperature: jax.Array  # [N] float32, 0 = greedy
-    top_k: jax.Array  # [N] int32, 0 = all
-    top_p: jax.Array  # [N] float32, 1 = all
-    seed: jax.Array  # [N] uint32
-    limit: jax.Array  # [N] int32, length at which the row ends: prompt + new tokens
-    ends: jax.Array  # [N, E] int32, ids that end the row; -1 fills up
-    halted: jax.Array  # [N] bool, the host ended the row (stop string, cancelled)
-    allowed: jax.Array  # [V] bool, ids that may be emitted
-    mask_id: jax.Array  # [] int32
+    tau: Any  # [N] float32
+    measure: Any  # [N] int32, see acceptance
+    temperature: Any  # [N] float32, 0 = greedy
+    top_k: Any  # [N] int32, 0 = all
+    top_p: Any  # [N] float32, 1 = all
+    seed: Any  # [N] uint32
+    limit: Any  # [N] int32, length at which the row ends: prompt + new tokens
+    ends: Any  # [N, E] int32, ids that end the row; -1 fills up
+    halted: Any  # [N] bool, the host ended the row (stop string, cancelled)
+    allowed: Any  # [V] bool, ids that may be emitted
+    mask_id: Any  # [] int32
 
 
 @jax.tree_util.register_dataclass
@@ -63,13 +63,16 @@ class State:
 
 @functools.partial(jax.jit, static_argnames=("network",))
 def start(network: Network, tokens: jax.Array, length: jax.Array) -> State:
-    """A state that knows its prompts [N, T] (right-padded, `length` [N] of them real) and has committed nothing."""
+    """A state that knows its prompts [N, T] (right-padded, `length` [N] of them real) and has committed nothing.
+
+    It shares no buffer with the arguments, so that donating it takes nothing from the caller.
+    """
     rows, capacity = tokens.shape
     zeros, no = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
     return State(
-        tokens=tokens,
+        tokens=jnp.copy(tokens),
         emitted_by=jnp.zeros_like(tokens),
-        length=length,
+        length=jnp.copy(length),
         cursor=zeros,
         forwards=zeros,
         done=no,
@@ -79,15 +82,20 @@ def start(network: Network, tokens: jax.Array, length: jax.Array) -> State:
 
 
 @functools.partial(jax.jit, static_argnames=("network", "chunk"), donate_argnames=("state",))
-def prefill(network: Network, chunk: int, params: Any, state: State) -> State:
-    """Commit all of every prompt but its last token, `chunk` tokens a forward; T must be a multiple of `chunk`."""
+def prefill(network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array) -> State:
+    """Commit all of every prompt but its last token, `chunk` tokens a forward, at most `max_chunks` (data) forwards.
+
+    T must be a multiple of `chunk`. Of a row's last chunk what lies past the prompt is written too, and seen by nobody.
+    """
     slot = jnp.arange(chunk, dtype=jnp.int32)
     sees = slot[:, None] >= slot
 
-    def more(state: State):
-        return (state.cursor < state.length - 1).any()
+    def more(carry):
+        chunks, state = carry
+        return (chunks < max_chunks) & (state.cursor < state.length - 1).any()
 
-    def body(state: State):
+    def body(carry):
+        chunks, state = carry
         rows = state.cursor.shape[0]
         positions = state.cursor[:, None] + slot
         tokens = jnp.take_along_axis(state.tokens, positions, 1, mode="clip")
@@ -96,9 +104,9 @@ def prefill(network: Network, chunk: int, params: Any, state: State) -> State:
         count = jnp.minimum(chunk, state.length - 1 - state.cursor)
         first = jnp.zeros(rows, jnp.int32)
         cache = commit(state.cache, slots, first, chunk, state.cursor, count > 0)
-        return dataclasses.replace(state, cache=cache, cursor=state.cursor + count)
+        return chunks + 1, dataclasses.replace(state, cache=cache, cursor=state.cursor + count)
 
-    return jax.lax.while_loop(more, body, state)
+    return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("network", "plan"), donate_argnames=("state",))
@@ -131,7 +139,7 @@ def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, stat
     tokens = jnp.where(plan.is_mask, controls.mask_id, known)
     # The pending run is right-aligned: nobody sees the slots before it, but they see themselves.
     unused = jnp.arange(plan.size) < (plan.pending - pending)[:, None]
-    sees = plan.sees & (~unused[:, None, :] | jnp.eye(plan.size, dtype=bool))
+    sees = jnp.asarray(plan.sees) & (~unused[:, None, :] | jnp.eye(plan.size, dtype=bool))
     attend = attend_cache_and_slots(state.cursor, sees)
     hidden, slots = network.forward(params, tokens, jnp.maximum(positions, 0), attend, state.cache)
 
@@ -158,13 +166,16 @@ def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, stat
     forwards = state.forwards + active
     length = state.length + count
     by = jnp.broadcast_to(forwards[:, None], chosen.shape)
+    # Every active row accepts a token, so `count > 0` is `active`; but it comes out of the logits, so that writing the
+    # cache depends on every layer having read it. Without that the compiler may write first, and then copies the cache.
+    writes = count > 0
     return State(
-        tokens=write_rows(state.tokens, chosen, state.length, active),
-        emitted_by=write_rows(state.emitted_by, by, state.length, active),
+        tokens=write_rows(state.tokens, chosen, state.length, writes),
+        emitted_by=write_rows(state.emitted_by, by, state.length, writes),
         length=length,
         cursor=state.cursor + jnp.where(active, pending, 0),
         forwards=forwards,
         done=state.done | (active & (stops | (length >= controls.limit))),
         stopped=state.stopped | (active & stops),
-        cache=commit(state.cache, slots, plan.pending - pending, plan.pending, state.cursor, count > 0),
+        cache=commit(state.cache, slots, plan.pending - pending, plan.pending, state.cursor, writes),
     )

@@ -1,0 +1,198 @@
+"""`Generator`: prompts in, results out. A host loop over the compiled step."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from marsjax.decoding import network, plans, requests
+from marsjax.decoding.batch import Batch, Engine
+from marsjax.decoding.result import Chunk
+
+Strategy = Literal["auto", "ar", "mars"]
+
+DEFAULT_WINDOW = 4
+STEPS_BETWEEN_STOP_CHECKS = 8
+
+
+class Generator:
+    """Generates with one model and one strategy.
+
+    One program is compiled for each (number of prompts in a call, bucket of prompt + limit), on its first use; no
+    option, prompt or length within a bucket compiles anything else.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        eos_ids: Sequence[int] = (),
+        pad_id: int | None = None,
+        mask_id: int | None = None,
+        strategy: Strategy = "auto",
+        window: int | None = None,
+        block_size: int | None = None,
+        forbidden: Sequence[int] | None = None,
+        dtype: Any = jnp.float32,
+        prefill_chunk: int = 64,
+    ):
+        """
+        Args:
+          model: a `marsjax.weights.Pretrained`, which brings tokenizer and ids with it, or a `models.Decoder`.
+          tokenizer, eos_ids, pad_id, mask_id: what goes with a bare decoder. Without a tokenizer prompts are ids.
+          strategy: "mars" (several tokens a forward), "ar" (one), or "auto": "mars" if there is a mask token.
+          window: W, predictions a forward ("mars"); None: the block size the model was trained with, else 4.
+          block_size: B of training, if known; a window beyond it warns.
+          forbidden: ids never emitted, taken out of the logits before anything is chosen or measured. None: the mask,
+            padding, and what the tokenizer does not know. () reproduces the paper's sampler, which leaves them in.
+          dtype: compute dtype, also of the cache.
+          prefill_chunk: prompt tokens a forward.
+        """
+        if hasattr(model, "generation"):
+            pretrained, model = model, model.model
+            tokenizer = pretrained.tokenizer if tokenizer is None else tokenizer
+            eos_ids = eos_ids or pretrained.generation.eos_ids
+            pad_id = pretrained.generation.pad_id if pad_id is None else pad_id
+            mask_id = pretrained.mask_id if mask_id is None else mask_id
+            block_size = block_size or pretrained.hf_config.get("marsjax", {}).get("block_size")
+        self.config = model.config
+        self.tokenizer = tokenizer
+        self.plan = _plan(strategy, window, block_size, mask_id)
+        if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
+            raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")
+        ends = tuple(int(i) for i in eos_ids)
+        net, params = network.split(model, dtype)
+        self._engine = Engine(
+            network=net,
+            params=params,
+            plan=self.plan,
+            prefill_chunk=prefill_chunk,
+            tokenizer=tokenizer,
+            eos_ids=ends,
+            mask_id=np.int32(0 if mask_id is None else mask_id),
+            allowed=jnp.asarray(_allowed(self.config.vocab_size, tokenizer, ends, (mask_id, pad_id), forbidden)),
+            vocab_size=self.config.vocab_size,
+            max_positions=self.config.max_positions,
+        )
+
+    @classmethod
+    def load(cls, source: str | Path, *, dtype: Any = jnp.float32, **options: Any) -> "Generator":
+        """From a Hugging Face directory, a hub id or a .gguf file. `options` are those of the constructor."""
+        from marsjax import weights
+
+        return cls(weights.load(source, layout="list", dtype=dtype), dtype=dtype, **options)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        tau: float | Sequence[float] | None = None,
+        measure: str | Sequence[str] = "probability",
+        max_new_tokens: int | Sequence[int] = 256,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int] | None = None,
+        top_p: float | Sequence[float] | None = None,
+        seed: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        raw: bool = False,
+    ) -> Any:
+        """Answers to one prompt (a `Result`) or to a list of prompts (a list of them, in the same order).
+
+        Every row of a batch gets what it would get alone. All options but the last four may be one value or one a
+        prompt.
+
+        Args:
+          prompts: a text (sent through the chat template, if there is one), a conversation (list of messages with
+            role and content), token ids, or a list of any of these.
+          tau: accept a prediction while its confidence is at least τ ("entropy": at most). None, 1.0 ("entropy": 0) is
+            AR. Below, text comes faster and less surely. Arguments out of range raise ValueError.
+          measure: confidence: "probability" of the token, "margin" between the two likeliest, "entropy" in nats.
+            Of the model's own distribution at any temperature.
+          max_new_tokens: limit; prompt and limit together must fit the model's positions.
+          temperature: 0 is greedy, ties to the lowest id. top_k, top_p: as usual; None, 0 and 1 keep all.
+          seed: samples depend on it and on a token's position only, so equal prompts with equal seeds get equal
+            answers: pass one a prompt for different ones. None draws them; each result says its own.
+          stop: strings that end the answer and are not part of it. stop_ids: further end tokens, which are.
+          ignore_eos: end tokens are ordinary tokens. raw: texts are not put through the chat template.
+        """
+        batch, single = self._batch(
+            prompts, tau=tau, measure=measure, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, seed=seed, stop=stop, stop_ids=stop_ids, ignore_eos=ignore_eos, raw=raw,
+        )  # fmt: skip
+        while not batch.over:
+            batch.advance(STEPS_BETWEEN_STOP_CHECKS if batch.stops else None)
+        results = batch.results()
+        return results[0] if single else results
+
+    def stream(self, prompt: Any, *, tau: float | Callable[[], float] | None = None, **options: Any) -> Iterator[Chunk]:
+        """The answer to one prompt, a `Chunk` a forward; options as in `generate`.
+
+        `tau` may be a function, which is asked before every forward; changing τ compiles nothing.
+        """
+        options = (self.generate.__kwdefaults__ or {}) | options | {"tau": tau() if callable(tau) else tau}
+        batch, single = self._batch(prompt, **options)
+        if not single:
+            raise ValueError(f"stream takes one prompt, got a list of {len(prompt)}")
+        return self._stream(batch, tau if callable(tau) else None)
+
+    def _stream(self, batch: Batch, tau: Callable[[], float] | None) -> Iterator[Chunk]:
+        given = 0
+        answer = batch.answers[0]
+        while not batch.over:
+            if tau is not None:
+                batch.set_tau(tau())
+            text = batch.advance(1)[0]
+            final = len(answer.ids) if batch.over else answer.final
+            yield Chunk(text, answer.ids[given:final], batch.results()[0] if batch.over else None)
+            given = final
+
+    def _batch(self, prompts: Any, *, raw: bool, **options: Any) -> tuple[Batch, bool]:
+        prompts, single = requests.split_batch(prompts)
+        ids = [requests.prompt_ids(prompt, self.tokenizer, self.config.vocab_size, raw=raw) for prompt in prompts]
+        return Batch(self._engine, ids, **options), single
+
+
+def _plan(strategy: str, window: int | None, block_size: int | None, mask_id: int | None) -> plans.SlotPlan:
+    if strategy not in ("auto", "ar", "mars"):
+        raise ValueError(f"strategy must be auto, ar or mars, got {strategy!r}")
+    if strategy == "auto":
+        strategy = "ar" if mask_id is None else "mars"
+    if strategy == "ar":
+        return plans.ar()
+    if mask_id is None:
+        raise ValueError(
+            "strategy 'mars' needs a mask token and this model has none: fine-tune it with `marsjax train`, or use 'ar'"
+        )
+    plan = plans.mars(window if window is not None else block_size or DEFAULT_WINDOW)
+    if block_size is not None and plan.window > block_size:
+        warnings.warn(
+            f"window {plan.window} is beyond the block size {block_size} this model was trained with: what it predicts "
+            "further ahead it has never learned",
+            stacklevel=3,
+        )
+    return plan
+
+
+def _allowed(
+    rows: int, tokenizer: Any, ends: Sequence[int], never: Sequence[int | None], forbidden: Sequence[int] | None
+) -> np.ndarray:
+    """[V] bool: ids that may be emitted. An end token may, also where a checkpoint pads with it."""
+    allowed = np.ones(rows, bool)
+    if forbidden is None:
+        if tokenizer is not None:
+            known = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+            allowed[:] = np.isin(np.arange(rows), known)
+        forbidden = [i for i in never if i is not None and i not in ends]
+    outside = [i for i in (*forbidden, *ends) if not 0 <= i < rows]
+    if outside:
+        raise ValueError(f"forbidden ids and end tokens must lie in 0..{rows - 1} (the embedding table), got {outside}")
+    allowed[list(forbidden)] = False
+    if not allowed.any():
+        raise ValueError(f"none of the {rows} ids may be emitted")
+    return allowed
