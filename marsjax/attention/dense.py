@@ -1,7 +1,24 @@
-"""Attention written out: the reference every other path is held against, and the path for short sequences."""
+"""Attention written out: the reference every other path is held against, and the path for short sequences.
+
+Attention to a set of keys can be computed in parts, one for each disjoint subset, and joined afterwards: a decode step
+has the cache and its own slots, a noisy training row has the clean prefix and its own block.
+
+Letters in shapes: N rows, Q queries, T keys, H query heads, K key/value heads, G = H / K, h head_dim.
+"""
+
+from functools import reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys, in float32: an unnormalised mixture, its weight, and the highest score."""
+
+    mixed: jax.Array  # [..., K, G*Q, h]
+    weight: jax.Array  # [..., K, G*Q, 1]
+    top: jax.Array  # [..., K, G*Q, 1]
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -14,15 +31,47 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     Returns:
       [N, Q, H, h] in q's dtype.
     """
-    n, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("nqkgh,ntkh->nkgqt", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    mask = mask[:, None, None]
+    part = attend_part(group(q, k.shape[2]), heads_first(k), heads_first(v), mask)
+    return ungroup(join(part), q.shape[1]).astype(q.dtype)
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+    """[..., T, K, h] → [..., K, T, h]: the products below then run over contiguous matrices."""
+    return jnp.swapaxes(x, -3, -2)
+
+
+def group(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[..., Q, H, h] → [..., K, G*Q, h]: the queries that share a key head become rows of one matrix."""
+    *lead, queries, heads, head_dim = q.shape
+    q = jnp.moveaxis(q.reshape(*lead, queries, kv_heads, heads // kv_heads, head_dim), -4, -2)
+    return q.reshape(*lead, kv_heads, -1, head_dim)
+
+
+def ungroup(mixed: jax.Array, queries: int) -> jax.Array:
+    """[..., K, G*Q, h] → [..., Q, H, h]."""
+    *lead, kv_heads, rows, head_dim = mixed.shape
+    mixed = jnp.moveaxis(mixed.reshape(*lead, kv_heads, rows // queries, queries, head_dim), -2, -4)
+    return mixed.reshape(*lead, queries, -1, head_dim)
+
+
+def attend_part(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Part:
+    """Attention of q [..., K, G*Q, h] to the keys k, v [..., K, T, h] that `mask` [..., Q, T] allows."""
+    scores = jnp.einsum("...qh,...th->...qt", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    *lead, rows, keys = scores.shape
+    by_query = scores.reshape(*lead, rows // mask.shape[-2], *mask.shape[-2:])
+    mask = mask[..., None, None, :, :]
     # A finite floor, not -inf: rows that see nothing must not make NaN, forward or backward.
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    weights = jnp.where(mask, weights, 0.0)
-    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    mixed = jnp.einsum("nkgqt,ntkh->nqkgh", weights.astype(v.dtype), v)
-    return mixed.reshape(n, queries, heads, head_dim).astype(q.dtype)
+    by_query = jnp.where(mask, by_query, jnp.finfo(jnp.float32).min)
+    top = jax.lax.stop_gradient(by_query.max(-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(by_query - top), 0.0).reshape(*lead, rows, keys)
+    mixed = jnp.einsum("...qt,...th->...qh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return Part(mixed, weights.sum(-1, keepdims=True), top.reshape(*lead, rows, 1))
+
+
+def join(*parts: Part) -> jax.Array:
+    """Attention to all the keys of the parts, [..., K, G*Q, h] float32; rows without any key give 0."""
+    top = reduce(jnp.maximum, (part.top for part in parts))
+    scales = [jnp.exp(part.top - top) for part in parts]
+    mixed = sum(part.mixed * scale for part, scale in zip(parts, scales, strict=True))
+    weight = sum(part.weight * scale for part, scale in zip(parts, scales, strict=True))
+    return mixed / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
