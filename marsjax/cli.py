@@ -1,0 +1,206 @@
+"""`marsjax`: parses, calls one function, prints. Heavy imports wait until a command has been understood."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, arg
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def demo(
+    *,
+    out: Path = Path("demo-out"),
+    quick: bool = False,
+    seed: int = 0,
+    problems: int = 512,
+    overrides: Annotated[tuple[str, ...], arg(name="set", metavar="section.key=value")] = (),
+) -> int:
+    """Watch a small model go from one token a forward pass to several: fine-tune, decode, report. Minutes on a CPU.
+
+    Writes report.html, report.json and the fine-tuned model (training/export) into OUT. Needs no network. An unfinished
+    run goes on where it stopped.
+
+    Args:
+        out: directory for the results.
+        quick: forty steps of training and 64 problems, to see that everything works.
+        seed: of the training data's order and of the held-out problems.
+        problems: held-out problems to decode at each threshold.
+        overrides: changes to the training configuration, e.g. --set optimizer.steps=1000.
+    """
+    from marsjax.demo import demo as run
+
+    run(out, quick=quick, seed=seed, problems=problems, overrides=overrides)
+    return 0
+
+
+def train(config: Positional[Path], overrides: Positional[tuple[str, ...]] = ()) -> int:
+    """Fine-tune a model (or train one from scratch) as a configuration file says.
+
+    Example: marsjax train configs/smollm2_gsm8k_mars.yaml optimizer.steps=200 output.directory=runs/try
+
+    Metrics, checkpoints and the exported model go to output.directory; the same command goes on from there after a
+    stop. Every key with its default: marsjax settings.
+
+    Args:
+        config: YAML file; see configs/ for examples.
+        overrides: section.key=value, the last one wins.
+    """
+    from marsjax.training import load_config
+    from marsjax.training import train as run
+
+    result = run(load_config(config, overrides))
+    at = f"; exported to {result.export}" if result.export else ""
+    print(f"{result.steps} steps in {result.seconds:.0f} s{at}")
+    return 0
+
+
+def settings() -> int:
+    """List every key of a training configuration with its default and meaning."""
+    from marsjax.training import describe
+
+    print(describe())
+    return 0
+
+
+def generate(
+    *,
+    model: str,
+    prompt: list[str],
+    tau: float | None = None,
+    measure: Literal["probability", "margin", "entropy"] = "probability",
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+    system: str | None = None,
+    raw: bool = False,
+    ignore_eos: bool = False,
+    strategy: Literal["auto", "ar", "mars"] = "auto",
+    window: int | None = None,
+    dtype: Dtype = "float32",
+    show_chunks: bool = False,
+    json_: Annotated[bool, arg(name="json")] = False,
+) -> int:
+    """Answer prompts, several tokens a forward pass if the model was fine-tuned with MARS and tau is below 1.
+
+    Example: marsjax generate --model demo-out/training/export --prompt "Sort these names: Tom, Eva, Ada." --tau 0.95
+
+    Args:
+        model: Hugging Face directory, hub id (owner/name) or .gguf file.
+        prompt: what the user says; several prompts are answered as one batch. "-" reads standard input.
+        tau: go on accepting predictions while their confidence is at least this; 1 (or nothing) is one token a
+            forward pass, lower is faster. With --measure entropy: at most this, in nats.
+        measure: what confidence is: the token's probability, the margin to the second, or the entropy.
+        max_new_tokens: limit of each answer.
+        temperature: 0 is greedy.
+        top_k: sample from the k likeliest tokens only.
+        top_p: sample from the likeliest tokens that hold this much probability.
+        seed: of sampling; the same seed gives the same answer.
+        stop: texts that end an answer and are not part of it.
+        system: system message put before each prompt.
+        raw: continue the prompt as plain text, without the chat template.
+        ignore_eos: go on past end tokens, up to the limit.
+        strategy: mars, ar (one token a forward), or whichever the model allows.
+        window: predictions a forward pass; by default the block size of training.
+        dtype: of weights and computation.
+        show_chunks: shade the text by what each forward pass gave, and print the counts.
+        json_: print one JSON object a prompt.
+    """
+    from marsjax.decoding.generator import Generator
+    from marsjax.decoding.requests import check_options
+
+    prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options = {"tau": tau, "measure": measure, "max_new_tokens": max_new_tokens, **sampling}
+    check_options(len(prompts), **options)  # wrong options are refused before the model is read
+    if raw and system is not None:
+        raise ValueError("--raw takes plain text, so there is no place for --system")
+    generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window)
+    asked: list = list(prompts)
+    if system is not None:
+        asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in prompts]
+    options |= {"stop": stop, "ignore_eos": ignore_eos, "raw": raw}
+    if len(prompts) == 1 and not (json_ or show_chunks):
+        for chunk in generator.stream(asked[0], **options):
+            print(chunk.text, end="", flush=True)
+        print()
+        return 0
+    for text, result in zip(prompts, generator.generate(asked, **options), strict=True):
+        if json_:
+            print(json.dumps({"prompt": text, **result.to_dict()}, ensure_ascii=False))
+        elif show_chunks:
+            _print_chunks(generator.tokenizer, result)
+        else:
+            print(f"> {text}\n{result.text}\n")
+    return 0
+
+
+def _print_chunks(tokenizer, result) -> None:
+    import rich
+
+    from marsjax.evaluation.shading import for_terminal
+
+    if tokenizer is None:
+        raise ValueError("--show-chunks needs a model with a tokenizer")
+    rich.print(for_terminal(tokenizer, result))
+    print(
+        f"{len(result.ids)} tokens in {result.forwards} forward passes: {result.tokens_per_forward:.2f} a pass; "
+        f"ended by {result.finish_reason}"
+    )
+
+
+def convert(
+    src: Positional[str], dst: Positional[Path], *, dtype: Dtype | None = None, mask_token: bool = False
+) -> int:
+    """Write any checkpoint that marsjax reads as a Hugging Face directory that transformers loads.
+
+    Example: marsjax convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+
+    Args:
+        src: Hugging Face directory, hub id or .gguf file.
+        dst: directory to write; files of an earlier export there are replaced.
+        dtype: of the written weights; by default as in the source (float32 from a .gguf file).
+        mask_token: reserve and initialise a row for the mask token, as training does.
+    """
+    from marsjax.weights import convert as run
+
+    print(run(src, dst, dtype=dtype, mask_token=mask_token))
+    return 0
+
+
+COMMANDS = {"demo": demo, "train": train, "generate": generate, "convert": convert, "settings": settings}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0, 1 after an error (told in one message), 130 after an interrupt."""
+    try:
+        return tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,  # type: ignore[arg-type]
+            prog="marsjax",
+            description="Make a language model you already have generate several tokens per forward pass.",
+            args=argv,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except KeyboardInterrupt:
+        print("marsjax: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        if os.environ.get("MARSJAX_TRACEBACK"):
+            raise
+        print(f"marsjax: {error}", file=sys.stderr)
+        print("(set MARSJAX_TRACEBACK=1 to see where)", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
