@@ -169,7 +169,7 @@ def test_wrong_paths(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         load("no/such/directory/anywhere")
     (tmp_path / "x.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="not a .gguf"):
+    with pytest.raises(CheckpointError, match=r"not a \.gguf"):
         load(tmp_path / "x.bin")
 
 

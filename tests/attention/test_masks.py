@@ -1,0 +1,78 @@
+"""Masks against double loops written from the table of the method (arXiv 2604.07023, section 3)."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marsjax.attention.masks import (
+    Rows,
+    causal,
+    dense_mask,
+    single_stream_rows,
+    two_stream,
+    two_stream_rows,
+)
+
+
+def packed(lengths, total):
+    """(positions, segments) of documents of these lengths in one row, padding at the end."""
+    positions, segments = np.zeros((1, total), np.int32), np.zeros((1, total), np.int32)
+    start = 0
+    for number, length in enumerate(lengths, 1):
+        positions[0, start : start + length] = np.arange(length)
+        segments[0, start : start + length] = number
+        start += length
+    return positions, segments
+
+
+def brute_force(positions, segments, block_size):
+    length = len(positions)
+    allowed = np.zeros((2 * length, 2 * length), bool)
+    for query in range(2 * length):
+        for key in range(2 * length):
+            i, j = query % length, key % length
+            if segments[i] == 0 or segments[i] != segments[j]:
+                continue
+            query_block, key_block = positions[i] // block_size, positions[j] // block_size
+            if query < length and key < length:
+                allowed[query, key] = positions[j] <= positions[i]
+            elif query >= length and key < length:
+                allowed[query, key] = key_block < query_block
+            elif query >= length and key >= length:
+                allowed[query, key] = key_block == query_block and positions[j] <= positions[i]
+    return allowed
+
+
+LENGTHS = [*([n] for n in range(1, 10)), [3, 5], [4, 4, 1], [8, 2, 6], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_two_stream(lengths, block_size, xp):
+    positions, segments = packed(lengths, 16)
+    rows = two_stream_rows(xp.asarray(positions), xp.asarray(segments), block_size, xp)
+    mask = np.asarray(dense_mask(two_stream, rows))
+    np.testing.assert_array_equal(mask[0], brute_force(positions[0], segments[0], block_size))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_causal(lengths):
+    positions, segments = packed(lengths, 16)
+    mask = dense_mask(causal, single_stream_rows(positions, segments))[0]
+    for i in range(16):
+        for j in range(16):
+            same = segments[0, i] != 0 and segments[0, i] == segments[0, j]
+            assert mask[i, j] == (same and positions[0, j] <= positions[0, i])
+
+
+def test_a_quarter_of_the_square():
+    positions, segments = packed([512], 512)
+    mask = dense_mask(two_stream, two_stream_rows(positions, segments, 4))
+    assert mask.sum() == 512 * 513 // 2 + 128 * (127 * 4 * 4) // 2 + 128 * 10
+    assert 0.25 <= mask.mean() < 0.253
+
+
+def test_single_rows_need_no_arrays():
+    assert two_stream(Rows(1, 5, 1, 1), Rows(0, 3, 0, 1))
+    assert not two_stream(Rows(1, 5, 1, 1), Rows(0, 4, 1, 1))
