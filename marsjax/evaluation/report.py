@@ -14,9 +14,11 @@ body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 h1{font-size:1.6rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin-top:2.2rem}
 .lead{color:#444;margin-top:0} .note{color:#555;font-size:.9rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%;font-size:.92rem}
-th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #e3e3e3} th:first-child,td:first-child{text-align:left}
+th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #e3e3e3}
+th:first-child,td:first-child{text-align:left}
 thead th{border-bottom:2px solid #999;font-weight:600;vertical-align:bottom} tr.best td{background:#eef8ec}
-.answer{background:#fafafa;border:1px solid #e3e3e3;border-radius:6px;padding:.8rem 1rem;margin:.4rem 0 1rem;line-height:1.9}
+.answer{background:#fafafa;border:1px solid #e3e3e3;border-radius:6px;padding:.8rem 1rem;
+margin:.4rem 0 1rem;line-height:1.9}
 .question{font-style:italic} svg{max-width:100%;height:auto}
 """
 
@@ -49,8 +51,8 @@ masks.</p>
 {_table(report)}
 <p class=note>Tokens per forward for phrases and numbers apart: numbers are digits, and names taken from the question.
 Tokens per second are those of {html.escape(report["machine"])}, batches of {report["batch_size"]}, prefill and
-compilation apart; a small model on a processor is not where forward passes are dear. "Same text" is the share of answers
-equal, token for token, to what the model writes one token at a time.</p>
+compilation apart; a small model on a processor is not where forward passes are dear. "Same text" is the share of
+answers equal, token for token, to what the model writes one token at a time.</p>
 <h2>One answer</h2><p class=question>{html.escape(report["example"]["question"])}</p>
 {examples}<p class=note>Tokens accepted in one forward pass: {legend}</p>
 <p class=note>{html.escape(report["summary"])}</p>
