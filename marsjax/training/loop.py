@@ -195,7 +195,10 @@ class _Run:
         given = self.pretrained
         model = rebuild(self.model_config, state.params, unroll=layout == "list")
         generation = given.generation.with_end(self.data.end_id)
-        return Pretrained(model, given.tokenizer, generation, given.mask_id, given.hf_config)
+        hf_config = given.hf_config
+        if self.block_size is not None:  # beyond it, generation warns
+            hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), "block_size": self.block_size}}
+        return Pretrained(model, given.tokenizer, generation, given.mask_id, hf_config)
 
     def _export(self) -> Path | None:
         which, state = self.config.output.export, self.state

@@ -1,0 +1,112 @@
+import pytest
+import yaml
+
+from marsjax.training.config import ConfigError, describe, differences, load_config
+
+GOOD = {
+    "model": {"source": "somewhere"},
+    "data": {"train": "problems:train", "epochs": 2},
+    "output": {"directory": "runs/x"},
+}
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(GOOD))
+    return path
+
+
+def test_file_defaults_and_overrides(good):
+    config = load_config(good, ["optimizer.learning_rate=1e-5", "data.length=64", "optimizer.clip_norm=null",
+                                "objective.name=sft", "output.tensorboard=false", "model.source=a dir/b"])  # fmt: skip
+    assert config.optimizer.learning_rate == 1e-5
+    assert config.data.length == 64
+    assert config.optimizer.clip_norm is None
+    assert config.objective.name == "sft"
+    assert config.output.tensorboard is False
+    assert config.model.source == "a dir/b"
+    assert config.optimizer.b2 == 0.999
+    assert yaml.safe_load(yaml.safe_dump(config.to_dict())) == config.to_dict()
+
+
+def test_the_last_override_wins_and_merges_mappings(good):
+    config = load_config(good, ["model.source=null", "model.init={num_layers: 2}", "model.init={num_heads: 4}",
+                                "model.tokenizer=demo", "data.length=8", "data.length=16"])  # fmt: skip
+    assert config.model.init == {"num_layers": 2, "num_heads": 4}
+    assert config.data.length == 16
+
+
+def test_a_field_of_init_by_its_own_key(good):
+    config = load_config(good, ["model.source=null", "model.tokenizer=demo", "model.init.num_layers=3"])
+    assert config.model.init == {"num_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.learning_rat=1", r"unknown key optimizer.learning_rat; did you mean optimizer.learning_rate\?"),
+        ("learning_rate=1", r"unknown key learning_rate; did you mean optimizer.learning_rate\?"),
+        ("dat.length=4", r"did you mean data\?"),
+        ("data.qqqq=4", "known here: data.train"),
+        ("data.length", "not of the form section.key=value"),
+        ("data.length=4.5", "data.length must be an integer, got 4.5"),
+        ("data.length=true", "data.length must be an integer, got True"),
+        ("data.length=[", "not valid YAML"),
+        ("data=4", "data must be a mapping"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number, got 'fast'"),
+        ("objective.name=marss", r"one of mars, sft, got 'marss'; did you mean mars\?"),
+        ("output.tensorboard=1", "must be true or false"),
+        ("data.batch_size=0", "data.batch_size must be at least 1"),
+        ("data.length=1", "data.length must be at least 2"),
+        ("data.accumulation=3", "batch_size=32 is not a multiple of data.accumulation=3"),
+        ("data.epochs=null", "optimizer.steps or data.epochs"),
+        ("data.train=''", "data.train is missing"),
+        ("data.seed=-1", "data.seed=-1 is outside"),
+        ("model.source=null", "one of model.source"),
+        ("model.tokenizer=demo", "model.tokenizer goes with model.init"),
+        ("output.directory=''", "output.directory is missing"),
+        ("optimizer.learning_rate=0", "learning_rate=0.0 must be above 0"),
+        ("optimizer.learning_rate=.nan", "learning_rate=nan must be above 0"),
+        ("optimizer.warmup=-1", "optimizer.warmup=-1.0"),
+        ("optimizer.b2=1.5", "optimizer.b2=1.5 is outside"),
+        ("objective.ar_weight=-1", "ar_weight=-1.0 must be at least 0"),
+        ("evaluation.tau=1.5", "evaluation.tau=1.5 is outside"),
+    ],
+)
+def test_what_is_refused(good, override, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(good, [override])
+
+
+def test_the_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+    path = tmp_path / "bad.yaml"
+    for text, said in (("data: {lenght: 4}", "bad.yaml: unknown key data.lenght; did you mean data.length"),
+                       ("- 1", "bad.yaml: the configuration must be a mapping"), ("a: [", "not valid YAML"),
+                       ("data: !!python/object/apply:os.getcwd []", "not valid YAML")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            load_config(path)
+
+
+def test_shipped_configurations_load():
+    from pathlib import Path
+
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    assert len(files) >= 4
+    for file in files:
+        load_config(file)
+
+
+def test_differences_name_both_values(good):
+    old, new = (load_config(good, o).to_dict() for o in (["data.length=8"], ["data.length=9", "checkpoint.every=7"]))
+    assert differences(old, new) == ["data.length: 8 there, 9 here"]
+
+
+def test_description_names_every_key(good):
+    text = describe()
+    for section, values in load_config(good).to_dict().items():
+        for key in values:
+            assert f"  {section}.{key}=" in text
