@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from marsjax.attention.dense import attend
 
@@ -39,7 +38,7 @@ def test_equals_loops():
         np.testing.assert_allclose(attend(*map(jnp.asarray, (q, k, v, mask))), loops(q, k, v, mask), atol=2e-6)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e4])
+@pytest.mark.parametrize("scale", [1.0, 1e4])  # large scores: the softmax saturates
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_that_see_nothing(dtype, scale):
     q, k, v, mask = inputs()
@@ -61,12 +60,18 @@ def test_rows_that_see_nothing(dtype, scale):
 
 def test_gradients_equal_finite_differences():
     q, k, v, mask = (jnp.asarray(x) for x in inputs())
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(N, Q, H, D)).astype(np.float32))
+    rng = np.random.default_rng(1)
+    weights = jnp.asarray(rng.normal(size=(N, Q, H, D)), jnp.float32)
+    directions = tuple(jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in (q, k, v))
+
+    @jax.jit
+    def total(step):
+        moved = (x + step * d for x, d in zip((q, k, v), directions, strict=True))
+        return jnp.sum(weights * attend(*moved, mask))
+
     with jax.default_matmul_precision("highest"):
-        check_grads(
-            lambda q, k, v: jnp.sum(weights * attend(q, k, v, mask)), (q, k, v), order=1, modes=["rev"],
-            atol=2e-2, rtol=2e-2,
-        )  # fmt: skip
+        slope = jax.jit(jax.grad(total))(0.0)
+        np.testing.assert_allclose(slope, (total(1e-2) - total(-1e-2)) / 2e-2, rtol=1e-2)
 
 
 def test_bfloat16_is_close():
