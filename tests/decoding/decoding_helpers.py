@@ -1,0 +1,103 @@
+"""What the tests of this folder share."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import marsjax.weights
+from marsjax.decoding import Generator, plans
+from marsjax.decoding.batch import Batch, Engine
+from marsjax.decoding.cache import LayerCache
+
+CASES = Path(__file__).parents[1] / "cases"
+END, PAD, MASK = 1, 0, 65  # of the two tiny models
+ROWS = 12  # of every batch in these tests, so that they share programs
+
+
+@functools.cache
+def pretrained(name):
+    return marsjax.weights.load(CASES / name)
+
+
+@functools.cache
+def generator(name="tiny_mars", strategy="mars", window=4, forbid=True):
+    return Generator(
+        pretrained(name),
+        mask_id=MASK,
+        strategy=strategy,
+        window=window,
+        prefill_chunk=16,
+        forbidden=None if forbid else (),
+    )
+
+
+def read_cases(name):
+    return json.loads((CASES / name).read_text())
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A network whose logits at answer position p put `tokens[p]` on top with probability `sure[p]`, come what may.
+
+    The table travels as its weights, so that all scripts of one vocabulary share their programs. Hidden states and keys
+    are positions, so that a test can read off the cache which slots were committed.
+    """
+
+    vocab: int
+
+    def empty_cache(self, rows, length):
+        empty = jnp.full((rows, 1, length, 1), -1.0)
+        return [LayerCache(empty, empty)]
+
+    def forward(self, params, tokens, positions, attend, cache):
+        k = positions[:, None, :, None].astype(jnp.float32)
+        return positions, [LayerCache(k, tokens[:, None, :, None].astype(jnp.float32))]
+
+    def unembed(self, params, hidden):
+        tokens, sure, prompt_length = params
+        at = jnp.clip(hidden + 1 - prompt_length, 0, len(tokens) - 1)
+        top, p = tokens[at][..., None], sure[at][..., None]
+        return jnp.log(jnp.where(jnp.arange(self.vocab) == top, p, (1 - p) / (self.vocab - 1)))
+
+
+def script(tokens, sure, prompt_length=3, vocab=16):
+    """(network, params, prompt_length); the last entry of the table repeats for ever."""
+    tokens, sure = (
+        np.pad(np.asarray(x, d), (0, 64 - len(x)), "edge") for x, d in ((tokens, "int32"), (sure, "float32"))
+    )
+    return Script(vocab), (tokens, sure, np.int32(prompt_length)), prompt_length
+
+
+def script_batch(scripted, window, rows=1, tokenizer=None, ends=(), stop=(), stop_ids=(), ignore_eos=False, **options):
+    """A batch of `rows` equal prompts answered by a script."""
+    network, params, prompt_length = scripted
+    engine = Engine(
+        network=network,
+        params=params,
+        plan=plans.mars(window),
+        prefill_chunk=8,
+        tokenizer=tokenizer,
+        eos_ids=ends,
+        mask_id=np.int32(0),
+        allowed=jnp.ones(network.vocab, bool),
+        vocab_size=network.vocab,
+        max_positions=1000,
+    )
+    defaults = {
+        "tau": None, "measure": "probability", "max_new_tokens": 8, "temperature": 0.0, "top_k": None, "top_p": None,
+        "seed": 0,
+    }  # fmt: skip
+    return Batch(
+        engine, [[2] * prompt_length] * rows, stop=stop, stop_ids=stop_ids, ignore_eos=ignore_eos,
+        **(defaults | options),
+    )  # fmt: skip
+
+
+def finish(batch, steps=None):
+    while not batch.over:
+        batch.advance(steps)
+    return batch.results()

@@ -1,0 +1,186 @@
+"""Options, limits, compiled programs, and that nothing a user holds is taken away."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from decoding_helpers import END, MASK, PAD, ROWS, generator, pretrained
+
+from marsjax.decoding import Generator
+from marsjax.decoding.batch import cache_length
+from marsjax.decoding.step import advance
+
+PROMPT = [50, 9, 7, 22, 51]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tau": 1.5}, "tau=1.5 is out of range.*at most 1"),
+        ({"tau": 0.0}, "tau=0 is out of range"),
+        ({"tau": -0.1, "measure": "margin"}, "tau=-0.1"),
+        ({"tau": -1, "measure": "entropy"}, "at least 0"),
+        ({"tau": float("nan")}, "tau must be a finite number"),
+        ({"tau": "high"}, "tau must be a finite number, got 'high'"),
+        ({"tau": [0.9, 0.9]}, "tau has 2 entries for 1 prompts"),
+        ({"measure": "surprise"}, "probability, margin, entropy"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be .* at least 1, got 0"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens"),
+        ({"temperature": -1}, "temperature must be 0"),
+        ({"temperature": 1e-7}, "at least 1e-06"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_p": 1.1}, "top_p must be in 0..1"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "below 2\\^32"),
+        ({"stop_ids": [72]}, "stop_ids must be token ids in 0..71"),
+        ({"stop": "x"}, "need a tokenizer"),
+        ({"max_new_tokens": 508}, "5 tokens; with max_new_tokens=508 that makes 513, but the model has 512"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        generator().generate(PROMPT, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ([], ValueError, "empty"),
+        ([[]], ValueError, "empty"),
+        ([1, 72], ValueError, "token id 72 at entry 1 .* 0..71"),
+        ([-1], ValueError, "token id -1"),
+        ([1, 2.0], TypeError, "entry 1 of the prompt is 2.0"),
+        ([1.5], TypeError, "must be integers"),
+        (np.asarray([1.0, 2.0]), TypeError, "must be integers"),
+        ([True], TypeError, "must be integers"),
+        ("text", ValueError, "no tokenizer"),
+        ([{"role": "user", "content": "hi"}], ValueError, "no tokenizer"),
+        (3, TypeError, "int"),
+    ],
+    ids=str,
+)
+def test_bad_prompts(prompt, error, words):
+    with pytest.raises(error, match=words):
+        generator().generate(prompt)
+
+
+def test_unknown_option_names():
+    with pytest.raises(TypeError, match="thresold"):
+        generator().generate(PROMPT, thresold=0.5)
+    with pytest.raises(TypeError, match="thresold"):
+        generator().stream(PROMPT, thresold=0.5)
+
+
+def test_bad_generators():
+    with pytest.raises(ValueError, match="needs a mask token"):
+        Generator(pretrained("tiny_mars"), strategy="mars")
+    with pytest.raises(ValueError, match="auto, ar or mars, got 'fast'"):
+        Generator(pretrained("tiny_mars"), strategy="fast")
+    with pytest.raises(ValueError, match=r"mask_id 99 .* 72"):
+        Generator(pretrained("tiny_mars"), mask_id=99)
+    with pytest.raises(ValueError, match="window must be a positive integer, got 0"):
+        Generator(pretrained("tiny_mars"), mask_id=MASK, window=0)
+    with pytest.raises(ValueError, match="no meaning with strategy 'ar'"):
+        generator(strategy="ar").generate(PROMPT, tau=0.9)
+    with pytest.warns(UserWarning, match="window 8 is beyond the block size 4"):
+        Generator(pretrained("tiny_mars"), mask_id=MASK, window=8, block_size=4)
+
+
+def test_strategy_auto_and_the_trained_window():
+    assert Generator(pretrained("tiny_mars")).plan.name == "ar"
+    assert Generator(pretrained("tiny_mars"), mask_id=MASK).plan.window == 4
+    trained = dataclasses.replace(pretrained("tiny_mars"), mask_id=MASK, hf_config={"marsjax": {"block_size": 6}})
+    assert Generator(trained).plan.window == 6
+
+
+def test_batches_of_any_form():
+    alone = generator().generate(PROMPT, max_new_tokens=4)
+    batches = ([PROMPT], np.asarray([PROMPT]), [np.asarray(PROMPT)], (tuple(PROMPT),))
+    for batch in batches:
+        assert [r.ids for r in generator().generate(batch, max_new_tokens=4)] == [alone.ids]
+    assert alone.prompt_ids == PROMPT
+
+
+def test_result_is_json():
+    result = generator().generate(PROMPT, tau=np.float32(0.9), seed=np.uint32(3), max_new_tokens=np.int64(6))
+    read = json.loads(json.dumps(result.to_dict()))
+    assert read["ids"] == result.ids
+    assert read["tokens_per_forward"] == len(result.ids) / result.forwards
+    assert read["seed"] == 3
+    assert read["seconds"] > 0
+
+
+def test_drawn_seeds_are_reported_and_repeat():
+    first = generator().generate([PROMPT] * ROWS, temperature=3.0, max_new_tokens=8)
+    assert len({tuple(r.ids) for r in first}) > 1
+    again = generator().generate([PROMPT] * ROWS, temperature=3.0, max_new_tokens=8, seed=[r.seed for r in first])
+    assert [r.ids for r in again] == [r.ids for r in first]
+
+
+def test_masks_and_padding_are_never_emitted():
+    results = generator("tiny_random").generate(
+        [PROMPT] * ROWS, tau=0.01, temperature=1e4, max_new_tokens=40, ignore_eos=True, seed=list(range(ROWS))
+    )
+    drawn = {i for r in results for i in r.ids}
+    assert len(drawn) > 60
+    assert not drawn & {MASK, PAD}
+
+
+def test_an_end_token_that_pads_is_still_emitted():
+    assert Generator(pretrained("tiny_mars"), pad_id=END)._engine.allowed[END]
+
+
+def test_nothing_compiles_after_the_first_call(compilations):
+    run = generator().generate
+    run([PROMPT] * ROWS, max_new_tokens=8, seed=0)
+    compilations.clear()
+    for n in range(1, 45):  # bucket of 64, up to its edge
+        prompt = [50] * n
+        run([prompt] * ROWS, tau=(1.0, 0.95, np.float32(0.9), 1)[n % 4], max_new_tokens=[61 - n] * ROWS, seed=n)
+    run = functools.partial(run, max_new_tokens=8)
+    run([PROMPT] * ROWS, measure="entropy", tau=2)
+    run([PROMPT] * ROWS, measure=["margin", "probability"] * (ROWS // 2), tau=[0.5] * ROWS, temperature=0.3)
+    run([PROMPT] * ROWS, temperature=np.float32(1), top_k=3, top_p=0.5, seed=np.int64(9), stop_ids=[4, 5, 6])
+    run([PROMPT] * ROWS, temperature=1, top_k=10**12, ignore_eos=True, max_new_tokens=3)
+    assert not compilations
+    jax.jit(lambda x: x + 1)(np.float32(len(PROMPT)))
+    assert compilations  # so the listener does hear them
+
+
+def test_the_compiled_step_updates_the_cache_in_place():
+    rows, length = 3, 64
+    batch, _ = generator()._batch([PROMPT] * rows, **{**generator().generate.__kwdefaults__, "max_new_tokens": 8})
+    engine = generator()._engine
+    arguments = engine.params, batch._controls, batch._state, np.int32(0)
+    program = advance.lower(engine.network, engine.plan, *arguments).compile()
+    config = generator().config
+    shape = (rows, config.num_kv_heads, length, config.head_dim)
+    assert batch._state.cache[0].k.shape == shape
+    text = program.as_text()
+    assert "dynamic-update-slice" in text
+    assert not re.findall(rf"f32\[{','.join(map(str, shape))}\]\S* copy\(", text)
+    assert program.memory_analysis().alias_size_in_bytes >= 2 * config.num_layers * 4 * np.prod(shape)
+
+
+def test_nothing_a_user_holds_is_donated():
+    model = pretrained("tiny_mars").model
+    before = jax.tree.map(np.array, jax.tree.leaves(model))
+    prompt, tau = np.asarray(PROMPT), np.asarray([0.9], np.float32)
+    for _ in range(2):
+        generator().generate([prompt], tau=tau, max_new_tokens=9)
+    assert prompt.tolist() == PROMPT
+    assert tau.tolist() == [np.float32(0.9)]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(model), before)
+
+
+def test_cache_lengths():
+    assert [cache_length(n, 16) for n in (1, 64, 65, 96, 97, 129, 200, 257)] == [64, 64, 96, 96, 128, 192, 256, 384]
+    assert cache_length(65, 64) == 128
+    for needed in range(1, 3000, 7):
+        assert needed <= cache_length(needed, 64) <= max(128, 1.5 * needed + 64)
