@@ -1,11 +1,12 @@
 """The attention that the objectives plug into the decoder. Masks are computed inside the program, from the batch."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from marsjax.attention import dense
+from marsjax.attention.dense import Part, attend_part, group, heads_first, join, ungroup
 from marsjax.attention.masks import Rows, causal, dense_mask, two_stream
 from marsjax.models.decoder import Attend
 
@@ -43,44 +44,27 @@ def two_stream_attend(clean: Rows, noisy: Rows, block_size: int, attention: Atte
     own_mask = _mask(own, own)
 
     def attend(q, k, v, state):
+        kv_heads = k.shape[2]
         of_clean = dense.attend(q[:, :length], k[:, :length], v[:, :length], clean_mask)
-        prefix = _partial("nqkgh,ntkh->nkgqt", "nkgqt,ntkh->nqkgh", q[:, length:], k[:, :length], v[:, :length],
-                          prefix_mask[:, None, None])  # fmt: skip
+
+        keys, values = (heads_first(x[:, :length]) for x in (k, v))
+        prefix = attend_part(group(q[:, length:], kv_heads), keys, values, prefix_mask)
         q, k, v = (in_blocks(x[:, length:]) for x in (q, k, v))
-        own = _partial("nbqkgh,nbtkh->nbkgqt", "nbkgqt,nbtkh->nbqkgh", q, k, v, own_mask[:, :, None, None])
-        own = _Partial(*(x.reshape(x.shape[0], padded, *x.shape[3:])[:, :noisy_length] for x in own))
-        of_noisy = _combine(prefix, own).reshape(*of_clean.shape[:1], noisy_length, *of_clean.shape[2:])
+        own = attend_part(group(q, kv_heads), heads_first(k), heads_first(v), own_mask)
+        own = Part(*(_rows_of_blocks(x, block_size, noisy_length) for x in own))
+        of_noisy = ungroup(join(prefix, own), noisy_length)
         return jnp.concatenate([of_clean, of_noisy.astype(of_clean.dtype)], axis=1), state
 
     return attend
 
 
+def _rows_of_blocks(x: jax.Array, block_size: int, noisy_length: int) -> jax.Array:
+    """[N, blocks, K, G*B, ...] → [N, K, G*M, ...]: the parts of all blocks as the part of the whole noisy stream."""
+    n, blocks, kv_heads, rows, width = x.shape
+    x = jnp.moveaxis(x.reshape(n, blocks, kv_heads, rows // block_size, block_size, width), 1, 3)
+    x = x.reshape(n, kv_heads, rows // block_size, blocks * block_size, width)[..., :noisy_length, :]
+    return x.reshape(n, kv_heads, -1, width)
+
+
 def _mask(query: Rows, key: Rows) -> jax.Array:
     return two_stream(Rows(*(f[..., :, None] for f in query)), Rows(*(f[..., None, :] for f in key)))
-
-
-class _Partial(NamedTuple):
-    """Attention to some of the keys: unnormalised mixture [..., q, K, G, h], and weight and top score [..., q, K, G]."""
-
-    mixed: Any
-    weight: Any
-    top: Any
-
-
-def _partial(score_spec: str, mix_spec: str, q, k, v, mask) -> _Partial:
-    heads, kv_heads, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum(score_spec, grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    top = jax.lax.stop_gradient(scores.max(-1))
-    weights = jnp.where(mask, jnp.exp(scores - top[..., None]), 0.0)
-    mixed = jnp.einsum(mix_spec, weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return _Partial(mixed, jnp.moveaxis(weights.sum(-1), -1, -3), jnp.moveaxis(top, -1, -3))
-
-
-def _combine(a: _Partial, b: _Partial) -> jax.Array:
-    """Softmax over the union of two disjoint sets of keys; no key in either gives 0."""
-    top = jnp.maximum(a.top, b.top)
-    scale_a, scale_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    weight = jnp.maximum(a.weight * scale_a + b.weight * scale_b, jnp.finfo(jnp.float32).tiny)
-    return (a.mixed * scale_a[..., None] + b.mixed * scale_b[..., None]) / weight[..., None]
