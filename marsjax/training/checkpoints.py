@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from marsjax.training.state import TrainState
@@ -29,26 +30,26 @@ class Checkpoints:
     def __init__(self, directory: str | Path, *, keep: int = 1):
         text = str(directory)
         # A URL is not a path: resolving it would merge its slashes.
-        self.directory = text if "://" in text else str(Path(text).expanduser().resolve())
+        self.directory = epath.Path(text if "://" in text else Path(text).expanduser().resolve())
         self.keep = keep
-        policies = ocp.training.save_decision_policies
-        self._checkpointer = ocp.training.Checkpointer(
-            self.directory, save_decision_policy=policies.FixedIntervalPolicy(1)
-        )
 
     def steps(self) -> list[int]:
-        return [found.step for found in self._checkpointer.checkpoints]
+        """Steps with a directory of their own, readable or not, ascending; temporary directories have other names."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(found.name) for found in self.directory.iterdir() if found.name.isdecimal())
 
     def save(self, state: TrainState, host: dict[str, Any], *, best_step: int | None = None) -> int:
         """Writes the state under its own step, then deletes what is neither among the newest nor the best."""
         step = int(state.step)
         try:
-            self._checkpointer.save(
-                step, state._asdict(), force=True, overwrite=True, custom_metadata={HOST: json.dumps(host)}
-            )
+            # First, so that a place which cannot be written fails here: orbax's threads would wait minutes for it.
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Written beside its place and renamed at the end.
+            ocp.save(self.directory / str(step), state._asdict(), overwrite=True, custom_metadata={HOST: json.dumps(host)})
             kept = {*self.steps()[-self.keep :], best_step}
             for old in set(self.steps()) - kept:
-                self._checkpointer.delete(old)
+                (self.directory / str(old)).rmtree()
         except Exception as error:
             good = [s for s in self.steps() if s != step]
             raise SaveError(
@@ -69,8 +70,9 @@ class Checkpoints:
         failures = []
         for candidate in candidates:
             try:
-                found = self._checkpointer.load(candidate, abstract)
-                host = json.loads(self._checkpointer.metadata(candidate).custom_metadata[HOST])
+                path = self.directory / str(candidate)
+                found = ocp.load(path, abstract)
+                host = json.loads(ocp.metadata(path).custom_metadata[HOST])
             except Exception as error:  # orbax raises many types for missing and truncated files
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 failures.append(f"step {candidate}: {reason}")
@@ -83,15 +85,6 @@ class Checkpoints:
                 "choose another output.directory, or delete this one to start anew"
             )
         return None
-
-    def close(self) -> None:
-        self._checkpointer.close()
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -216,7 +216,6 @@ class _Run:
     def close(self) -> None:
         self.reporter.close()
         self.writer.close()
-        self.checkpoints.close()
 
 
 class _Pending:

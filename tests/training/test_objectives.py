@@ -19,8 +19,6 @@ from marsjax.training.objectives import (
     sft,
 )
 
-HIGHEST = partial(jax.default_matmul_precision, "highest")
-
 
 @pytest.fixture(scope="module")
 def causal_logits(tiny):
@@ -60,7 +58,7 @@ def test_published_losses(make, tiny, losses, case, normalisation):
         assert sums.denominator == case["supervised"]
         np.testing.assert_allclose(sums.terms["mask"], case["noisy_loss_sum"], rtol=2e-6)
         np.testing.assert_allclose(sums.terms["ar"], case["ar_loss_sum"], rtol=2e-6)
-        plain = sft(tiny.build(tiny.params), batch)
+        plain = jax.jit(lambda b: sft(tiny.build(tiny.params), b))(batch)
         np.testing.assert_allclose(plain.numerator, case["ar_loss_sum"], rtol=2e-6)
 
 
@@ -89,7 +87,7 @@ def test_published_logits(make, tiny):
     for case in json.loads((make.cases / "loss_cases.json").read_text()):
         rows = [[(t, next(i for i, x in enumerate(y) if x != -100))] for t, y in zip(case["tokens"], case["labels"])]
         batch = make.batch(rows, length=len(case["tokens"][0]), block_size=case["block_size"])
-        clean, noisy = _two_stream_logits(tiny, batch, case["block_size"])
+        clean, noisy = jax.jit(lambda b, size=case["block_size"]: _two_stream_logits(tiny, b, size))(batch)
         # The published rows are shifted already: entry t is the distribution of token t. Entry 0 is forced to 0.
         for ours, theirs in ((clean, "clean_logits_row1_last"), (noisy, "noisy_logits_row1_last")):
             ours, theirs = np.asarray(ours[1, -2]), np.asarray(case[theirs])
@@ -170,27 +168,35 @@ def test_nothing_crosses_documents(make, tiny):
 
 def test_gradients_of_the_paths_agree(make, tiny, losses):
     batch = make.batch([make.documents(4, [9, 6]), make.documents(5, [13])], length=24, block_size=4)
-    gradient = jax.grad(lambda p, **options: losses(p, batch, block_size=4, **options).numerator)
+    @partial(jax.jit, static_argnames=("attention", "noisy_length", "unroll"))
+    def gradient(params, **options):
+        return jax.grad(lambda p: losses(p, batch, block_size=4, **options).numerator)(params)
+
     reference = gradient(tiny.params, attention="dense")
-    for options in ({}, {"noisy_length": needed_noisy_length(batch, 4)}, {"unroll": True}):
+    for options in ({}, {"noisy_length": needed_noisy_length(batch, 4), "unroll": True}):
         for want, got in zip(jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options))):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-def test_ar_weight(make, tiny):
+def test_ar_weight(make, tiny, losses):
     batch = make.batch([make.documents(6, [9])], length=12, block_size=4)
-    model = tiny.build(tiny.params)
-    full = mars(model, batch, block_size=4)
-    traced = jax.jit(lambda w: mars(tiny.build(tiny.params), batch, block_size=4, ar_weight=w).numerator)
+
+    def weighted(weight):
+        return mars(tiny.build(tiny.params), batch, block_size=4, ar_weight=weight)
+
+    full = losses(tiny.params, batch, block_size=4)
+    traced = jax.jit(lambda weight: weighted(weight).numerator)
     for weight in (0.0, 0.25, 2.0):
         expected = full.terms["mask"] + weight * full.terms["ar"]
-        np.testing.assert_allclose(mars(model, batch, block_size=4, ar_weight=weight).numerator, expected, rtol=1e-5)
         np.testing.assert_allclose(traced(weight), expected, rtol=1e-5)
-    assert "ar" not in mars(model, batch, block_size=4, ar_weight=0).terms
+    without = jax.jit(lambda: weighted(0))()
+    assert "ar" not in without.terms
+    np.testing.assert_allclose(without.numerator, full.terms["mask"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("objective", ["sft", "mars"])
+@pytest.mark.parametrize(
+    ("objective", "dtype"), [("sft", jnp.float32), ("mars", jnp.float32), ("mars", jnp.bfloat16)]
+)
 def test_nothing_supervised_is_exactly_zero(make, tiny, objective, dtype):
     batch = make.batch([[], [(np.arange(2, 9), 7)]], length=8, block_size=4)  # padding only; prompt only
     assert not batch.weights.any()

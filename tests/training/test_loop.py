@@ -1,0 +1,159 @@
+"""Whole runs of a two-layer model on the project's own problems."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from marsjax.training import ConfigError, TrainingDiverged, load_config, loop, train
+from marsjax.training.checkpoints import Checkpoints
+
+INIT = "{family: qwen2, hidden_size: 16, intermediate_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 8}"
+
+
+def config(directory, *overrides):
+    return load_config(None, [
+        f"model.init={INIT}", "model.tokenizer=demo", "data.train=problems:train,count=64", "data.length=96",
+        "data.batch_size=4", "data.accumulation=2", "optimizer.steps=6", "optimizer.learning_rate=1e-3",
+        "optimizer.warmup=2", "evaluation.data=problems:validation,count=5", "evaluation.every=3", "checkpoint.every=3",
+        "output.log_every=1", "output.tensorboard=false", f"output.directory={directory}", *overrides,
+    ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared_step(tmp_path_factory):
+    """All runs here have one shape: compile its step once."""
+    make, made = loop.make_train_step, []
+
+    def cached(*args, **kwargs):
+        made.extend([] if made else [make(*args, **kwargs)])
+        return made[0]
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(loop, "make_train_step", cached)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, shared_step):
+    """A run of six steps, with what each step was given."""
+    directory = tmp_path_factory.mktemp("runs") / "straight run"
+    result, rows = _record(config(directory, "output.tensorboard=true", "evaluation.decode_prompts=2",
+                                  "evaluation.max_new_tokens=4"))  # fmt: skip
+    return result, rows
+
+
+def _record(settings):
+    rows = []
+    advance = loop.split_microbatches
+    patch = pytest.MonkeyPatch()
+    patch.setattr(loop, "split_microbatches", lambda batch, a: (rows.append(batch.tokens.copy()), advance(batch, a))[1])
+    try:
+        return train(settings), rows
+    finally:
+        patch.undo()
+
+
+def _final_state(directory):
+    tree = {}
+    checkpoints = Checkpoints(directory / "checkpoints", keep=9)
+    from orbax.checkpoint import v1 as ocp
+
+    tree = ocp.load(checkpoints.directory / str(checkpoints.steps()[-1]))
+    return jax.tree.map(lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+
+
+def test_a_run_leaves_what_it_promises(straight):
+    result, rows = straight
+    assert result.steps == 6
+    assert len(rows) == 6
+    assert result.best["step"] in (3, 6)
+    assert {"loss", "loss_ar", "loss_mask", "mask_offsets", "ar", "tokens_per_forward"} <= set(result.final)
+    assert 1 <= result.final["tokens_per_forward"] <= 4
+    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [x["step"] for x in lines if x["kind"] == "eval"] == [3, 6]
+    train_lines = [x for x in lines if x["kind"] == "train"]
+    assert train_lines[-1]["loss"] < train_lines[0]["loss"]
+    assert all(np.isclose(x["loss"], x["loss_mask"] + x["loss_ar"], rtol=1e-5) for x in train_lines)
+    assert list((result.directory / "tensorboard").glob("events*"))
+    exported = json.loads((result.export / "config.json").read_text())
+    assert exported["marsjax"]["block_size"] == 4
+    assert not [p for p in (result.directory / "checkpoints").iterdir() if "tmp" in p.name]
+
+
+def test_the_export_holds_the_last_weights(straight):
+    from flax import nnx
+
+    from marsjax.weights import load
+
+    result, _ = straight
+    exported = load(result.export, layout="stacked")
+    assert exported.mask_id is not None
+    params = nnx.to_pure_dict(nnx.state(exported.model))
+    saved = _final_state(result.directory)["params"]
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(saved)):
+        assert np.array_equal(a, b)
+
+
+def test_resume_is_bitwise(straight, tmp_path):
+    stopped, first = _record(config(tmp_path, "checkpoint.stop_after=3"))
+    assert stopped.steps == 3
+    assert stopped.export is None
+    resumed, second = _record(config(tmp_path))
+    assert (resumed.steps, len(first), len(second)) == (6, 3, 3)
+    for a, b in zip(straight[1], first + second):
+        assert np.array_equal(a, b)
+    want, got = _final_state(straight[0].directory), _final_state(tmp_path)
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
+        assert np.array_equal(a, b)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    again = train(config(tmp_path))  # nothing is left to do
+    assert (again.steps, again.best) == (6, resumed.best)
+
+
+def test_another_configuration_is_refused(straight):
+    with pytest.raises(ConfigError, match=r"optimizer.learning_rate: 0.001 there, 0.5 here"):
+        train(config(straight[0].directory, "optimizer.learning_rate=0.5"))
+
+
+def test_a_diverging_run_stops_with_its_step_and_saves_nothing(tmp_path, monkeypatch, shared_step):
+    make = loop.make_train_step
+
+    def broken(*args, **kwargs):
+        step = make(*args, **kwargs)
+
+        class Step:
+            _cache_size = staticmethod(step._cache_size)
+
+            def __call__(self, state, batch, noisy_length):
+                if int(state.step) == 2:
+                    state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+                return step(state, batch, noisy_length)
+
+        return Step()
+
+    monkeypatch.setattr(loop, "make_train_step", broken)
+    with pytest.raises(TrainingDiverged, match=r"step 3: .*loss is nan"):
+        train(config(tmp_path))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["compute.platform=tpu"], "compute.platform=tpu was asked for, but JAX runs on cpu"),
+        (["compute.remat=everything"], "compute.remat=everything"),
+        (["model.init.num_layer=3"], "unknown num_layer"),
+        (["model.init.num_kv_heads=3"], "num_heads=2 must be a multiple"),
+        (["data.epochs=1", "optimizer.steps=60"], "hold only 16 batches"),
+        (["data.train=problems:nowhere"], "problems:nowhere"),
+    ],
+)
+def test_refused_before_work(tmp_path, overrides, said):
+    with pytest.raises((ConfigError, RuntimeError, ValueError), match=said):
+        train(config(tmp_path, *overrides))
