@@ -46,7 +46,9 @@ class Checkpoints:
             # First, so that a place which cannot be written fails here: orbax's threads would wait minutes for it.
             self.directory.mkdir(parents=True, exist_ok=True)
             # Written beside its place and renamed at the end.
-            ocp.save(self.directory / str(step), state._asdict(), overwrite=True, custom_metadata={HOST: json.dumps(host)})
+            ocp.save(
+                self.directory / str(step), state._asdict(), overwrite=True, custom_metadata={HOST: json.dumps(host)}
+            )
             kept = {*self.steps()[-self.keep :], best_step}
             for old in set(self.steps()) - kept:
                 (self.directory / str(old)).rmtree()
@@ -76,7 +78,9 @@ class Checkpoints:
             except Exception as error:  # orbax raises many types for missing and truncated files
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 failures.append(f"step {candidate}: {reason}")
-                log.warning("checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason)
+                log.warning(
+                    "checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason
+                )
                 continue
             return TrainState(**found), host
         if failures:

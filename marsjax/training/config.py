@@ -23,7 +23,10 @@ def _setting(default: Any, text: str) -> Any:
 @dataclass(frozen=True)
 class ModelSection:
     source: str | None = _setting(None, "where to start: a Hugging Face directory, a hub id or a .gguf file")
-    init: dict | None = _setting(None, "or from scratch: fields of marsjax.models.ModelConfig (vocab_size may be left)")
+    init: dict | None = field(
+        default=None,
+        metadata={"help": "or from scratch: fields of marsjax.models.ModelConfig (vocab_size may be left)"},
+    )
     tokenizer: str | None = _setting(None, "with init: 'demo', or a directory or hub id with a tokenizer")
     init_seed: int = _setting(0, "with init: seed of the first weights")
 
@@ -282,7 +285,11 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield "give optimizer.steps or data.epochs: how long to train"
     if c.data.accumulation >= 1 and c.data.batch_size % c.data.accumulation:
         yield f"data.batch_size={c.data.batch_size} is not a multiple of data.accumulation={c.data.accumulation}"
-    for name, seed in (("data.seed", c.data.seed), ("model.init_seed", c.model.init_seed), ("compute.seed", c.compute.seed)):
+    for name, seed in (
+        ("data.seed", c.data.seed),
+        ("model.init_seed", c.model.init_seed),
+        ("compute.seed", c.compute.seed),
+    ):
         if not 0 <= seed < 2**32:
             yield f"{name}={seed} is outside 0 to 2**32 - 1"
     o = c.optimizer
@@ -295,8 +302,12 @@ def _problems(c: TrainConfig) -> Iterator[str]:
     for name, low, high in (("final_fraction", 0, 1), ("b1", 0, 0.999999), ("b2", 0, 0.99999999)):
         if not low <= getattr(o, name) <= high:
             yield f"optimizer.{name}={getattr(o, name)} is outside {low} to {high}"
-    if not o.eps > 0 or not o.weight_decay >= 0 or not (o.clip_norm is None or o.clip_norm > 0):
-        yield f"optimizer.eps={o.eps} and clip_norm={o.clip_norm} must be above 0, weight_decay={o.weight_decay} not below"
+    if not o.eps > 0:
+        yield f"optimizer.eps={o.eps} must be above 0"
+    if not o.weight_decay >= 0:
+        yield f"optimizer.weight_decay={o.weight_decay} must be at least 0"
+    if o.clip_norm is not None and not o.clip_norm > 0:
+        yield f"optimizer.clip_norm={o.clip_norm} must be above 0; null turns clipping off"
     if not c.objective.ar_weight >= 0:
         yield f"objective.ar_weight={c.objective.ar_weight} must be at least 0"
     if not 0 < c.evaluation.tau <= 1:

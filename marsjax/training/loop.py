@@ -140,7 +140,9 @@ class _Run:
             reporter.step(step)
         export = self._export() if last == self.steps else None
         seconds = before + time.perf_counter() - began
-        return TrainResult(self.directory, export, int(self.state.step), self.progress.best, self.progress.final, seconds)
+        return TrainResult(
+            self.directory, export, int(self.state.step), self.progress.best, self.progress.final, seconds
+        )
 
     def _advance(self, clock: Clock) -> dict[str, Any]:
         batch = next(self.data.batches)
@@ -160,7 +162,11 @@ class _Run:
         """Whether this is the best so far."""
         rows = self.data.held_out_batches()
         result = held_out.evaluate(
-            self.eval_step, self.state.params, rows, block_size=self.block_size, ar_weight=self.config.objective.ar_weight
+            self.eval_step,
+            self.state.params,
+            rows,
+            block_size=self.block_size,
+            ar_weight=self.config.objective.ar_weight,
         )
         result |= self._decode()
         self.writer.write(step, "eval", result)
@@ -209,7 +215,9 @@ class _Run:
             restored = self.checkpoints.restore(state, best["step"])
             assert restored is not None
             state = restored[0]
-        path = save(self._as_pretrained(state, "stacked"), self.directory / "export", dtype=self.config.output.export_dtype)
+        path = save(
+            self._as_pretrained(state, "stacked"), self.directory / "export", dtype=self.config.output.export_dtype
+        )
         self.reporter.note(f"exported to {path}")
         return path
 
@@ -223,7 +231,8 @@ class _Pending:
 
     def __init__(self, run: _Run):
         self.run, self.clock = run, Clock()
-        self._step, self._metrics = 0, None
+        self._step = 0
+        self._metrics: dict[str, Any] | None = None
         self._window: list[dict[str, float]] = []
 
     def swap(self, step: int, metrics: dict[str, Any]) -> None:
@@ -239,7 +248,7 @@ class _Pending:
         if bad:
             raise TrainingDiverged(
                 f"step {step}: {', '.join(f'{name} is {values[name]}' for name in bad)} (learning rate "
-                f"{values['learning_rate']:.3g}). Lower optimizer.learning_rate or raise optimizer.warmup; the run goes "
+                f"{values['learning_rate']:.3g}). Lower optimizer.learning_rate or raise optimizer.warmup; it goes "
                 f"on from the newest checkpoint ({self.run.checkpoints.steps()[-1:] or 'none yet'})"
             )
         self.clock.add(values["tokens"])

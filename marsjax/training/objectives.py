@@ -47,7 +47,7 @@ class TwoStreams(NamedTuple):
     rows: jax.Array
 
 
-def sft(model: Decoder, batch: Any, forward: Forward = Forward()) -> Sums:  # noqa: B008 (frozen)
+def sft(model: Decoder, batch: Any, forward: Forward = Forward()) -> Sums:
     """Next-token cross-entropy of the supervised tokens, one causal pass over L rows."""
     scores = score_clean(model, batch, forward)
     total = (batch.weights * scores.cross_entropy).sum()
@@ -61,7 +61,7 @@ def mars(
     block_size: int,
     ar_weight: float | jax.Array = 1.0,
     noisy_length: int | None = None,
-    forward: Forward = Forward(),  # noqa: B008 (frozen)
+    forward: Forward = Forward(),
 ) -> Sums:
     """L_mask + ar_weight · L_AR from one pass over `[clean | noisy]`.
 
@@ -97,7 +97,7 @@ def score_two_streams(
     block_size: int,
     noisy_length: int | None = None,
     score_clean: bool = True,
-    forward: Forward = Forward(),  # noqa: B008 (frozen)
+    forward: Forward = Forward(),
 ) -> TwoStreams:
     """Scores of the supervised rows of both streams.
 
@@ -113,8 +113,8 @@ def score_two_streams(
     def take(x):
         return jnp.take_along_axis(x, rows, axis=1)
 
-    clean = Rows(jnp.full_like(rows[:, :1], CLEAN), batch.positions, batch.positions // block_size, batch.segments)
-    clean = clean._replace(stream=jnp.full_like(batch.positions, CLEAN))
+    clean_stream = jnp.full_like(batch.positions, CLEAN)
+    clean = Rows(clean_stream, batch.positions, batch.positions // block_size, batch.segments)
     position = take(batch.positions)
     noisy = Rows(jnp.full_like(rows, NOISY), position, position // block_size, take(batch.segments))
     hidden, _ = model(
@@ -132,8 +132,10 @@ def score_two_streams(
         jnp.concatenate([wanted & score_clean, take(wanted)], axis=1),
         forward,
     )
-    split = (RowScores(*parts) for parts in zip(*(jnp.split(x, [length], axis=1) for x in scores), strict=True))
-    return TwoStreams(*split, rows)
+    clean_scores, noisy_scores = (
+        RowScores(*parts) for parts in zip(*(jnp.split(x, [length], axis=1) for x in scores), strict=True)
+    )
+    return TwoStreams(clean_scores, noisy_scores, rows)
 
 
 def _head(model: Decoder, hidden, targets, wanted, forward: Forward) -> RowScores:
@@ -153,7 +155,8 @@ def _rows_of_needed_blocks(weights, block_size: int, noisy_length: int):
     length = weights.shape[1]
     order = jnp.argsort(~_blocks(weights, block_size, jnp), axis=1, stable=True)[:, : noisy_length // block_size]
     rows = (order[..., None] * block_size + jnp.arange(block_size)).reshape(weights.shape[0], -1)
-    # Only an unneeded block can reach past a length that is not a multiple of B... or the last one, cut short.
+    # Where L is no multiple of B the last block reaches past the end and repeats row L-1, which predicts nothing and
+    # is seen by no other row.
     return jnp.minimum(rows, length - 1).astype(jnp.int32)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def _tokenizer(name: str) -> PreTrainedTokenizerFast:
         from marsjax.data.demo_tokenizer import demo_tokenizer
 
         return demo_tokenizer()
-    return AutoTokenizer.from_pretrained(name)
+    return cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(name))
 
 
 @dataclasses.dataclass
@@ -104,8 +104,14 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
     )
 
     def rows(source: str) -> RowSet:
-        options = {"length": section.length, "mask_id": pretrained.mask_id, "end_id": end_id}
-        return load_rows(source, tokenizer, **options, **section.template_kwargs)
+        return load_rows(
+            source,
+            tokenizer,
+            length=section.length,
+            mask_id=pretrained.mask_id,
+            end_id=end_id,
+            **section.template_kwargs,
+        )
 
     batches = TrainBatches(rows(section.train), form, seed=section.seed, epochs=section.epochs)
     held_out = rows(config.evaluation.data) if config.evaluation.data else None

@@ -15,6 +15,25 @@ MASK = 65
 
 
 @pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_quickly(compiled):
+    """These programs are large and run once: compile them without optimisation, and resumed runs not again."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    jax.config.update("jax_disable_most_optimizations", True)
+    for name, value in zip(names, (compiled, 0.3), strict=True):
+        jax.config.update(name, value)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """tests/cases/tiny_random with stacked layers: `config`, `params`, and `build` which makes a decoder of params."""
     model = load(CASES / "tiny_random", layout="stacked").model

@@ -19,7 +19,7 @@ def state(step):
 
 def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             assert x.dtype == y.dtype
             x, y = jax.random.key_data(x), jax.random.key_data(y)
@@ -108,5 +108,5 @@ def test_a_failing_writer_names_the_step(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "c").write_text("a file where the directory should be")
-    with pytest.raises(SaveError, match="step 4 .*no earlier one"):
+    with pytest.raises(SaveError, match=r"step 4 .*no earlier one"):
         Checkpoints(tmp_path / "c").save(state(4), {})

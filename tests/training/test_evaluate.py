@@ -34,12 +34,14 @@ def reference(tiny, batch, block_size):
                     p = np.exp(values[r, t + shift] - values[r, t + shift].max())
                     p /= p.sum()
                     target, offset = batch.targets[r, t], 1 if stream == "ar" else batch.offsets[r, t]
-                    found.setdefault((stream, int(offset)), []).append((-np.log(p[target]), p.argmax() == target, p.max()))
+                    found.setdefault((stream, int(offset)), []).append(
+                        (-np.log(p[target]), p.argmax() == target, p.max())
+                    )
     return found
 
 
 def expected_of(triples):
-    loss, hit, confidence = (np.array(x, float) for x in zip(*triples))
+    loss, hit, confidence = (np.array(x, float) for x in zip(*triples, strict=False))
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = [abs((hit - confidence)[bins == b].sum()) for b in range(BINS)]
     return {"count": len(hit), "accuracy": hit.mean(), "confidence": confidence.mean(),

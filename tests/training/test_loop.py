@@ -5,11 +5,16 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
 
 from marsjax.training import ConfigError, TrainingDiverged, load_config, loop, train
 from marsjax.training.checkpoints import Checkpoints
+from marsjax.weights import load
 
-INIT = "{family: qwen2, hidden_size: 16, intermediate_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 8}"
+INIT = (
+    "{family: qwen2, hidden_size: 16, intermediate_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 8}"
+)
 
 
 def config(directory, *overrides):
@@ -22,22 +27,7 @@ def config(directory, *overrides):
 
 
 @pytest.fixture(scope="module")
-def shared_step(tmp_path_factory):
-    """All runs here have one shape: compile its step once."""
-    make, made = loop.make_train_step, []
-
-    def cached(*args, **kwargs):
-        made.extend([] if made else [make(*args, **kwargs)])
-        return made[0]
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(loop, "make_train_step", cached)
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory, shared_step):
+def straight(tmp_path_factory):
     """A run of six steps, with what each step was given."""
     directory = tmp_path_factory.mktemp("runs") / "straight run"
     result, rows = _record(config(directory, "output.tensorboard=true", "evaluation.decode_prompts=2",
@@ -57,12 +47,11 @@ def _record(settings):
 
 
 def _final_state(directory):
-    tree = {}
-    checkpoints = Checkpoints(directory / "checkpoints", keep=9)
-    from orbax.checkpoint import v1 as ocp
-
+    checkpoints = Checkpoints(directory / "checkpoints")
     tree = ocp.load(checkpoints.directory / str(checkpoints.steps()[-1]))
-    return jax.tree.map(lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree)
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
+    )
 
 
 def test_a_run_leaves_what_it_promises(straight):
@@ -85,16 +74,12 @@ def test_a_run_leaves_what_it_promises(straight):
 
 
 def test_the_export_holds_the_last_weights(straight):
-    from flax import nnx
-
-    from marsjax.weights import load
-
     result, _ = straight
     exported = load(result.export, layout="stacked")
     assert exported.mask_id is not None
     params = nnx.to_pure_dict(nnx.state(exported.model))
     saved = _final_state(result.directory)["params"]
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(saved)):
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(saved), strict=False):
         assert np.array_equal(a, b)
 
 
@@ -104,11 +89,11 @@ def test_resume_is_bitwise(straight, tmp_path):
     assert stopped.export is None
     resumed, second = _record(config(tmp_path))
     assert (resumed.steps, len(first), len(second)) == (6, 3, 3)
-    for a, b in zip(straight[1], first + second):
+    for a, b in zip(straight[1], first + second, strict=False):
         assert np.array_equal(a, b)
     want, got = _final_state(straight[0].directory), _final_state(tmp_path)
     assert jax.tree.structure(want) == jax.tree.structure(got)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got)):
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=False):
         assert np.array_equal(a, b)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
@@ -121,7 +106,7 @@ def test_another_configuration_is_refused(straight):
         train(config(straight[0].directory, "optimizer.learning_rate=0.5"))
 
 
-def test_a_diverging_run_stops_with_its_step_and_saves_nothing(tmp_path, monkeypatch, shared_step):
+def test_a_diverging_run_stops_with_its_step_and_saves_nothing(tmp_path, monkeypatch):
     make = loop.make_train_step
 
     def broken(*args, **kwargs):

@@ -36,7 +36,9 @@ def test_scores_of_every_chunk_size(arrays, columns):
             logits = hidden[n, s].astype(np.float64) @ table.T.astype(np.float64)
             p = np.exp(logits - logits.max())
             p /= p.sum()
-            expected = (-np.log(p[targets[n, s]]), logits.argmax() == targets[n, s], p.max()) if wanted[n, s] else [0] * 3
+            expected = (
+                (-np.log(p[targets[n, s]]), logits.argmax() == targets[n, s], p.max()) if wanted[n, s] else [0] * 3
+            )
             np.testing.assert_allclose([x[n, s] for x in got], expected, rtol=1e-4, atol=1e-6)
 
 
@@ -48,7 +50,7 @@ def test_gradients_equal_the_unchunked(arrays):
 
     gradient = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2)
     whole, parts = gradient(*arrays[:2], 2**30), gradient(*arrays[:2], 2 * 4 * N * V)
-    for a, b in zip(whole, parts):
+    for a, b in zip(whole, parts, strict=False):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 

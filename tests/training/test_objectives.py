@@ -50,7 +50,10 @@ def losses(tiny):
 @pytest.mark.parametrize("case", range(3))
 def test_published_losses(make, tiny, losses, case, normalisation):
     case = json.loads((make.cases / "loss_cases.json").read_text())[case]
-    rows = [[(t, next(i for i, x in enumerate(y) if x != -100))] for t, y in zip(case["tokens"], case["labels"])]
+    rows = [
+        [(t, next(i for i, x in enumerate(y) if x != -100))]
+        for t, y in zip(case["tokens"], case["labels"], strict=False)
+    ]
     batch = make.batch(rows, length=len(case["tokens"][0]), block_size=case["block_size"], normalisation=normalisation)
     sums = losses(tiny.params, batch, block_size=case["block_size"])
     np.testing.assert_allclose(sums.numerator / sums.denominator, case[f"loss_{normalisation}"], rtol=2e-6)
@@ -85,7 +88,10 @@ def _two_stream_logits(tiny, batch, block_size, attention="blocks"):
 
 def test_published_logits(make, tiny):
     for case in json.loads((make.cases / "loss_cases.json").read_text()):
-        rows = [[(t, next(i for i, x in enumerate(y) if x != -100))] for t, y in zip(case["tokens"], case["labels"])]
+        rows = [
+            [(t, next(i for i, x in enumerate(y) if x != -100))]
+            for t, y in zip(case["tokens"], case["labels"], strict=False)
+        ]
         batch = make.batch(rows, length=len(case["tokens"][0]), block_size=case["block_size"])
         clean, noisy = jax.jit(lambda b, size=case["block_size"]: _two_stream_logits(tiny, b, size))(batch)
         # The published rows are shifted already: entry t is the distribution of token t. Entry 0 is forced to 0.
@@ -110,7 +116,7 @@ def brute_force(causal_logits, documents, block_size):
     sums = {(d, kind): 0.0 for d in range(len(documents)) for kind in ("ar", "mask")}
     counts = [0] * len(documents)
     logits = np.asarray(causal_logits(np.array(inputs, np.int32)), np.float64)
-    for row, (d, kind, t, target) in zip(logits[:, :, :], wanted):
+    for row, (d, kind, t, target) in zip(logits[:, :, :], wanted, strict=False):
         line = row[t]
         sums[d, kind] += np.log(np.exp(line - line.max()).sum()) + line.max() - line[target]
         counts[d] += kind == "ar"
@@ -161,20 +167,23 @@ def test_nothing_crosses_documents(make, tiny):
     run = jax.jit(lambda x: _two_stream_logits(tiny, x, 4))
     one = run(make.batch([[a, b, c]], length=24, block_size=4))
     two = run(make.batch([[other[0], b, other[1]]], length=24, block_size=4))
-    for x, y in zip(one, two):
+    for x, y in zip(one, two, strict=False):
         assert np.array_equal(x[0, 8:15], y[0, 8:15])
         assert not np.array_equal(x[0, :6], y[0, :6])
 
 
 def test_gradients_of_the_paths_agree(make, tiny, losses):
     batch = make.batch([make.documents(4, [9, 6]), make.documents(5, [13])], length=24, block_size=4)
+
     @partial(jax.jit, static_argnames=("attention", "noisy_length", "unroll"))
     def gradient(params, **options):
         return jax.grad(lambda p: losses(p, batch, block_size=4, **options).numerator)(params)
 
     reference = gradient(tiny.params, attention="dense")
     for options in ({}, {"noisy_length": needed_noisy_length(batch, 4), "unroll": True}):
-        for want, got in zip(jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options))):
+        for want, got in zip(
+            jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options)), strict=False
+        ):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
@@ -194,9 +203,7 @@ def test_ar_weight(make, tiny, losses):
     np.testing.assert_allclose(without.numerator, full.terms["mask"], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("objective", "dtype"), [("sft", jnp.float32), ("mars", jnp.float32), ("mars", jnp.bfloat16)]
-)
+@pytest.mark.parametrize(("objective", "dtype"), [("sft", jnp.float32), ("mars", jnp.float32), ("mars", jnp.bfloat16)])
 def test_nothing_supervised_is_exactly_zero(make, tiny, objective, dtype):
     batch = make.batch([[], [(np.arange(2, 9), 7)]], length=8, block_size=4)  # padding only; prompt only
     assert not batch.weights.any()
@@ -215,7 +222,9 @@ def test_nothing_supervised_is_exactly_zero(make, tiny, objective, dtype):
 def test_bfloat16_is_near_float32(make, tiny, losses):
     batch = make.batch([make.documents(7, [11])], length=12, block_size=4)
     exact = losses(tiny.params, batch, block_size=4)
-    rough = jax.jit(lambda p: mars(tiny.build(p), batch, block_size=4, forward=Forward(dtype=jnp.bfloat16)))(tiny.params)
+    rough = jax.jit(lambda p: mars(tiny.build(p), batch, block_size=4, forward=Forward(dtype=jnp.bfloat16)))(
+        tiny.params
+    )
     assert rough.numerator.dtype == jnp.float32
     np.testing.assert_allclose(rough.numerator, exact.numerator, rtol=0.02)
     assert rough.numerator != exact.numerator

@@ -34,7 +34,9 @@ def learning_rate(section, steps, warmup, i):
     if i < warmup:
         return section.learning_rate * (i + 1) / warmup
     share = (i - warmup) / (steps - warmup)
-    return section.learning_rate * (section.final_fraction + (1 - section.final_fraction) * (1 + np.cos(np.pi * share)) / 2)
+    return section.learning_rate * (
+        section.final_fraction + (1 - section.final_fraction) * (1 + np.cos(np.pi * share)) / 2
+    )
 
 
 @pytest.mark.parametrize(("warmup", "updates"), [(0.0, 0), (3, 3), (0.25, 5), (1, 1)])
@@ -47,15 +49,20 @@ def test_schedule(warmup, updates):
 
 def test_three_steps_equal_numpy(tiny, make, trainer):
     section, optimizer, step = trainer
-    batch = make.batch([make.documents(1, [9]), make.documents(2, [12])], length=12, block_size=4)
+    batch = make.batch([make.documents(seed, [9 + seed % 4]) for seed in range(1, 5)], length=12, block_size=4)
     state = fresh(tiny, optimizer)
-    gradient = jax.jit(jax.grad(lambda p: objective(tiny.build(p), batch, None, None).numerator / batch.denominator.sum()))
+    gradient = jax.jit(
+        jax.grad(lambda p: objective(tiny.build(p), batch, None, None).numerator / batch.denominator.sum())
+    )
 
     flat, tree = jax.tree.flatten(jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params))
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(tiny.params)[0]]
     mean, square = ([np.zeros_like(x) for x in flat] for _ in range(2))
     for i in range(3):
-        g = [np.asarray(x, np.float64) for x in jax.tree.leaves(gradient(jax.tree.map(jnp.float32, tree.unflatten(flat))))]
+        g = [
+            np.asarray(x, np.float64)
+            for x in jax.tree.leaves(gradient(jax.tree.map(jnp.float32, tree.unflatten(flat))))
+        ]
         norm = np.sqrt(sum((x**2).sum() for x in g))
         assert norm > section.clip_norm  # clipping is at work
         rate = learning_rate(section, 6, 2, i)
@@ -72,7 +79,7 @@ def test_three_steps_equal_numpy(tiny, make, trainer):
         np.testing.assert_allclose(metrics["learning_rate"], rate, rtol=1e-6)
     assert int(state.step) == 3
     # Adam divides by the root of tiny squares where gradients are near 0; a per mille of one update is allowed.
-    for path, want, got in zip(paths, flat, jax.tree.leaves(state.params)):
+    for path, want, got in zip(paths, flat, jax.tree.leaves(state.params), strict=False):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5, err_msg=path)
 
 
@@ -86,11 +93,13 @@ def test_accumulation_changes_nothing(tiny, make, trainer, normalisation):
     _, optimizer, step = trainer
     rows = [make.documents(seed, [5 + 2 * seed]) for seed in range(4)]  # counts differ: a mean of means would be wrong
     batch = make.batch(rows, length=12, block_size=4, normalisation=normalisation)
-    states, metrics = zip(*(step(fresh(tiny, optimizer), split_microbatches(batch, a), None) for a in (1, 4)))
+    states, metrics = zip(
+        *(step(fresh(tiny, optimizer), split_microbatches(batch, a), None) for a in (1, 4)), strict=False
+    )
     for name in ("loss", "loss_ar", "loss_mask", "gradient_norm", "supervised", "tokens"):
         np.testing.assert_allclose(metrics[1][name], metrics[0][name], rtol=1e-5, err_msg=name)
     moments = [jax.tree.leaves(s.opt_state) for s in states]
-    for a, b in zip(*moments):
+    for a, b in zip(*moments, strict=False):
         np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-6)
 
 
@@ -116,5 +125,5 @@ def test_rebuild_is_the_inverse_of_pure_dict(tiny):
         layers = again["layers"]
         if unroll:
             layers = jax.tree.map(lambda *x: jnp.stack(x), *(layers[i] for i in range(tiny.config.num_layers)))
-        for a, b in zip(jax.tree.leaves(tiny.params["layers"]), jax.tree.leaves(layers)):
+        for a, b in zip(jax.tree.leaves(tiny.params["layers"]), jax.tree.leaves(layers), strict=False):
             assert np.array_equal(a, b)
