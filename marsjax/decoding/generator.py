@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,7 +39,8 @@ class Generator:
         block_size: int | None = None,
         forbidden: Sequence[int] | None = None,
         dtype: Any = jnp.float32,
-        prefill_chunk: int = 64,
+        prefill_chunk: int | None = None,
+        consume: bool = False,
     ):
         """
         Args:
@@ -50,7 +52,8 @@ class Generator:
           forbidden: ids never emitted, taken out of the logits before anything is chosen or measured. None: the mask,
             padding, and what the tokenizer does not know. () reproduces the paper's sampler, which leaves them in.
           dtype: compute dtype, also of the cache.
-          prefill_chunk: prompt tokens a forward.
+          prefill_chunk: prompt tokens a forward; None: 32 on a CPU, 256 elsewhere.
+          consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
         """
         if hasattr(model, "generation"):
             pretrained, model = model, model.model
@@ -65,7 +68,9 @@ class Generator:
         if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
             raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")
         ends = tuple(int(i) for i in eos_ids)
-        net, params = network.split(model, dtype)
+        net, params = network.split(model, dtype, consume=consume)
+        if prefill_chunk is None:
+            prefill_chunk = 32 if jax.default_backend() == "cpu" else 256
         self._engine = Engine(
             network=net,
             params=params,
@@ -84,7 +89,7 @@ class Generator:
         """From a Hugging Face directory, a hub id or a .gguf file. `options` are those of the constructor."""
         from marsjax import weights
 
-        return cls(weights.load(source, layout="list", dtype=dtype), dtype=dtype, **options)
+        return cls(weights.load(source, layout="list", dtype=dtype), dtype=dtype, consume=True, **options)
 
     def generate(
         self,

