@@ -131,10 +131,11 @@ class TrainBatches:
         self._iterator.close()
 
 
-def eval_batches(rows: RowSet, form: BatchFormat) -> Iterator[Batch]:
-    """Every row once, in order; the last batch is filled up with padding rows (segment 0, weight 0)."""
+def eval_batches(rows: RowSet, form: BatchFormat, limit: int | None = None) -> Iterator[Batch]:
+    """The first `limit` rows (None: all) once, in order; the last batch is filled up with padding rows (segment 0,
+    weight 0)."""
     found: list[Row] = []
-    for index in range(len(rows)):
+    for index in range(len(rows) if limit is None else min(limit, len(rows))):
         if (row := rows[index]) is not None:
             found.append(row)
         if len(found) == form.batch_size:

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,13 @@ def _scalars(values: Mapping[str, Any], prefix: str = ""):
 
 
 class Reporter:
-    """A progress bar on a terminal or in a notebook, plain lines elsewhere (logs, pipes)."""
+    """A progress bar on a terminal or in a notebook with widgets, plain lines elsewhere (logs, pipes)."""
 
     def __init__(self, total: int, start: int = 0):
         console = Console(file=sys.stdout)
         self._progress = None
-        if console.is_terminal or console.is_jupyter:
+        # Without ipywidgets rich shows nothing in a notebook but a warning.
+        if find_spec("ipywidgets") if console.is_jupyter else console.is_terminal:
             columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=console, transient=False)
             self._task = self._progress.add_task("", total=total, completed=start)

@@ -84,7 +84,7 @@ class TrainData:
     def held_out_batches(self) -> Iterator[Any]:
         if self.held_out is None:
             raise ValueError("there is no held-out data")
-        return eval_batches(self.held_out, self.form)
+        return eval_batches(self.held_out, self.form, self.eval_rows)
 
 
 def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:

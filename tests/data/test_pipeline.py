@@ -133,6 +133,7 @@ def test_evaluation_counts_each_row_once(count):
     assert sum(b.denominator.sum() for b in batches) == sum(r.supervised.sum() for r in rows)
     sequence = list(eval_batches(rows, form(8, normalisation="sequence")))
     assert sum(b.denominator.sum() for b in sequence) == count
+    assert [t for b in eval_batches(rows, form(8), 9) for t in texts(b)] == [str(i) for i in range(min(9, count))]
 
 
 def test_nothing_supervised_is_an_error_with_counts():

@@ -8,6 +8,8 @@ import pytest
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
+from marsjax.data.demo_tokenizer import demo_tokenizer
+from marsjax.data.pipeline import load_rows
 from marsjax.training import ConfigError, TrainingDiverged, load_config, loop, train
 from marsjax.training.checkpoints import Checkpoints
 from marsjax.weights import load
@@ -21,8 +23,8 @@ def config(directory, *overrides):
     return load_config(None, [
         f"model.init={INIT}", "model.tokenizer=demo", "data.train=problems:train,count=64", "data.length=96",
         "data.batch_size=4", "data.accumulation=2", "optimizer.steps=6", "optimizer.learning_rate=1e-3",
-        "optimizer.warmup=2", "evaluation.data=problems:validation,count=5", "evaluation.every=3", "checkpoint.every=3",
-        "output.log_every=1", "output.tensorboard=false", f"output.directory={directory}", *overrides,
+        "optimizer.warmup=2", "evaluation.data=problems:validation,count=9", "evaluation.rows=5", "evaluation.every=3",
+        "checkpoint.every=3", "output.log_every=1", "output.tensorboard=false", f"output.directory={directory}", *overrides,
     ])  # fmt: skip
 
 
@@ -61,6 +63,8 @@ def test_a_run_leaves_what_it_promises(straight):
     assert result.best["step"] in (3, 6)
     assert {"loss", "loss_ar", "loss_mask", "mask_offsets", "ar", "tokens_per_forward"} <= set(result.final)
     assert 1 <= result.final["tokens_per_forward"] <= 4
+    evaluated = load_rows("problems:validation,count=5", demo_tokenizer(), length=96)
+    assert result.final["ar"]["count"] == evaluated.stats.supervised_tokens
     lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert [x["step"] for x in lines if x["kind"] == "eval"] == [3, 6]
