@@ -24,7 +24,8 @@ def config(directory, *overrides):
         f"model.init={INIT}", "model.tokenizer=demo", "data.train=problems:train,count=64", "data.length=96",
         "data.batch_size=4", "data.accumulation=2", "optimizer.steps=6", "optimizer.learning_rate=1e-3",
         "optimizer.warmup=2", "evaluation.data=problems:validation,count=9", "evaluation.rows=5", "evaluation.every=3",
-        "checkpoint.every=3", "output.log_every=1", "output.tensorboard=false", f"output.directory={directory}", *overrides,
+        "checkpoint.every=3", "output.log_every=1", "output.tensorboard=false",
+        f"output.directory={directory}", *overrides,
     ])  # fmt: skip
 
 
