@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from marsjax.attention.masks import dense_mask, two_stream, two_stream_rows
-from marsjax.training.evaluate import BINS, evaluate, held_out_prompts, make_eval_step
+from marsjax.training.evaluate import BINS, _histogram, evaluate, held_out_prompts, make_eval_step, summarize
+from marsjax.training.losses import RowScores
 from marsjax.training.objectives import Forward
 
 
@@ -79,3 +80,16 @@ def test_prompts_end_before_the_last_answer():
     source = [turns("user", "assistant", "user", "assistant"), turns("assistant"), turns("user", "assistant", "user")]
     prompts = held_out_prompts(source, 9)
     assert [[m["role"] for m in p] for p in prompts] == [["user", "assistant", "user"], ["user"]]
+
+
+def test_calibration_is_by_bin():
+    """Over- and underconfidence of different bins must not cancel, as they do in the mean."""
+    confidence = np.array([[0.95, 0.95, 0.55, 0.55]], np.float32)
+    correct = np.array([[1, 0, 1, 1]], np.float32)
+    scores = RowScores(np.ones_like(correct), correct, confidence)
+    table = np.asarray(_histogram(scores, np.array([[1, 1, 1, 1]]), 1), np.float64)
+    result = summarize({"denominator": 4.0, "ar_numerator": 4.0, "ar": table}, ar_weight=1.0)
+    assert result["ar"]["accuracy"] == pytest.approx(0.75)
+    assert result["ar"]["confidence"] == pytest.approx(0.75)
+    assert result["ar"]["calibration_error"] == pytest.approx(0.5 * 0.45 + 0.5 * 0.45)
+    assert result["loss"] == 1.0
