@@ -79,17 +79,18 @@ def demo(
     table = _table()
     ar_results = before.run(None)
     report: dict[str, Any] = {"ar": before.score(ar_results, ar_results)}
-    _add(table, "before MARS, one token at a time", report["ar"])
+    _add(table, "AR, before MARS", report["ar"])
     reference = one_token.run(None)
     report["mars_one_token"] = one_token.score(reference, reference)
-    _add(table, "MARS model, one token at a time", report["mars_one_token"])
+    _add(table, "AR, after MARS", report["mars_one_token"])
     by_tau = {tau: mars.run(tau) for tau in TAUS}
     report["mars"] = [{"tau": tau, **mars.score(results, reference)} for tau, results in by_tau.items()]
     report["control"] = [{"tau": tau, **control.score(control.run(tau), ar_results)} for tau in CONTROL_TAUS]
     for name in ("mars", "control"):
         for row in report[name]:
-            _add(table, f"{'MARS' if name == 'mars' else 'control: masks, no MARS'}, τ = {row['tau']:g}", row)
+            _add(table, f"{'MARS' if name == 'mars' else 'control'}, τ = {row['tau']:g}", row)
     rich.print(table)
+    rich.print("[dim]control: the model before MARS, shown the same masks[/dim]")
 
     report["best"] = _best(report["mars"])
     report["example"] = _example(held_out, by_tau, tuned.tokenizer)
@@ -168,8 +169,8 @@ def _show_example(example: dict[str, Any], results: list[Result], tokenizer) -> 
 
 def _table() -> Table:
     table = Table(box=None)
-    table.add_column("decoding")
-    for name in ("accuracy", "tokens/forward", "phrases", "numbers", "tokens/s", "same as AR"):
+    table.add_column("decoding", no_wrap=True)
+    for name in ("accuracy", "tokens a forward", "phrases", "numbers", "tokens a second", "same as AR"):
         table.add_column(name, justify="right")
     return table
 

@@ -88,18 +88,22 @@ def _curve(report: dict[str, Any]) -> str:
         axes.axhline(100 * report["ar"]["accuracy"], color="#999", linewidth=1, linestyle="--")
         axes.annotate(
             "before MARS, one token at a time", (1.0, 100 * report["ar"]["accuracy"]), color="#555",
-            xycoords=axes.get_yaxis_transform(), ha="right", textcoords="offset points", xytext=(-4, 4),
+            xycoords=axes.get_yaxis_transform(), ha="right", textcoords="offset points", xytext=(-4, 6),
         )  # fmt: skip
         for name, colour, marker in (("mars", "#1b7837", "o"), ("control", "#b2182b", "x")):
             points = [(row["tokens_per_forward"], 100 * row["accuracy"], row["tau"]) for row in report[name]]
             x, y, _ = zip(*points, strict=True)
             label = "MARS" if name == "mars" else "control: not fine-tuned, given masks"
             axes.plot(x, y, color=colour, marker=marker, label=label)
-            for at_x, at_y, tau in points if name == "mars" else ():
-                axes.annotate(f"τ={tau:g}", (at_x, at_y), textcoords="offset points", xytext=(5, -14), color=colour)
+            for i, (at_x, at_y, tau) in enumerate(points if name == "mars" else ()):
+                below = i % 2 == 0  # neighbours on different sides, or they run into each other
+                axes.annotate(
+                    f"τ={tau:g}", (at_x, at_y), textcoords="offset points", xytext=(0, -17 if below else 8),
+                    ha="center", color=colour,
+                )  # fmt: skip
         axes.set_xlabel("tokens per forward pass")
         axes.set_ylabel("correct answers, %")
-        axes.set_ylim(0, 104)
+        axes.set_ylim(0, 109)
         axes.set_xlim(left=0.9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower left")
