@@ -10,7 +10,7 @@ import numpy as np
 
 from marsjax.decoding.acceptance import ENTROPY, MARGIN, MEASURES
 from marsjax.decoding.sampling import MIN_TEMPERATURE
-from marsjax.text.chat import encode, render_prompt
+from marsjax.text.chat import render_prompt
 
 MAX_SEED = 2**32
 
@@ -42,20 +42,14 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, *, raw: bool) -> li
         return render_prompt(tokenizer, prompt)
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
-            ids = _plain_text(tokenizer, prompt)
+            # With the special tokens its tokenizer puts around plain text, such as Llama 3's start token.
+            ids = list(tokenizer(prompt)["input_ids"])
         else:
             ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
         if not ids:
             raise ValueError("the prompt is empty; it needs at least one token")
         return ids
     return _checked_ids(prompt, vocab_size)
-
-
-def _plain_text(tokenizer: Any, text: str) -> list[int]:
-    """Plain text as the model was pretrained on it: with the start token its tokenizer prepends, if any."""
-    start = tokenizer.build_inputs_with_special_tokens([])
-    bos = [i for i in start if i == tokenizer.bos_token_id]
-    return bos + encode(tokenizer, text)
 
 
 def _checked_ids(ids: Any, vocab_size: int) -> list[int]:

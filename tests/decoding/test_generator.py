@@ -12,6 +12,7 @@ from decoding_helpers import END, MASK, PAD, ROWS, generator, pretrained
 
 from marsjax.decoding import Generator
 from marsjax.decoding.batch import cache_length
+from marsjax.decoding.requests import prompt_ids
 from marsjax.decoding.step import advance
 
 PROMPT = [50, 9, 7, 22, 51]
@@ -105,6 +106,24 @@ def test_batches_of_any_form():
     for batch in batches:
         assert [r.ids for r in generator().generate(batch, max_new_tokens=4)] == [alone.ids]
     assert alone.prompt_ids == PROMPT
+
+
+def test_texts_become_what_the_chat_template_makes_of_them(bytes_tokenizer):
+    text = "hi"
+    plain = bytes_tokenizer(text)["input_ids"]
+    assert prompt_ids(text, bytes_tokenizer, 258, raw=False) == plain
+    bytes_tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    try:
+        rendered = bytes_tokenizer.encode("<user>hi", add_special_tokens=False)
+        assert prompt_ids(text, bytes_tokenizer, 258, raw=False) == rendered
+        assert prompt_ids([{"role": "user", "content": text}], bytes_tokenizer, 258, raw=False) == rendered
+        assert prompt_ids(text, bytes_tokenizer, 258, raw=True) == plain
+        with pytest.raises(ValueError, match="not messages"):
+            prompt_ids([{"role": "user", "content": text}], bytes_tokenizer, 258, raw=True)
+    finally:
+        bytes_tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="empty"):
+        prompt_ids("", bytes_tokenizer, 258, raw=True)
 
 
 def test_result_is_json():

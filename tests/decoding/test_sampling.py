@@ -83,6 +83,7 @@ def test_greedy_ties_go_to_the_lowest_id():
 def test_extremes():
     assert set(draw(rows=200, temperature=1e-6, logits=[0, 1, 2, -1])) == {2}
     assert set(draw(rows=200, top_p=0.0)) == {0}
+    assert set(draw(rows=200, top_p=0.5, logits=[0, 0, -np.inf])) == {0}  # one token reaches p exactly
     hot = draw(rows=2000, temperature=1e6)
     assert 4 not in hot
     assert set(hot) == set(range(8)) - {4}

@@ -75,10 +75,10 @@ def test_commits_are_shifted_to_the_cursor_and_finished_rows_are_left_alone():
             np.testing.assert_array_equal(keys[row, :at], np.arange(at))
             np.testing.assert_array_equal(values[row, :at], tokens[row, :at])
         if before is not None:
-            np.testing.assert_array_equal(keys[0], before[0])
+            np.testing.assert_array_equal(values[0], before[0])
             assert cursor[0] == before[1]
         if np.array(state.done)[0]:
-            before = keys[0], cursor[0]
+            before = values[0], cursor[0]
     assert before is not None
     assert [r.chunks for r in batch.results()] == [[2], [2, 3, 3], [2, 3]]
 
