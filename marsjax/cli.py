@@ -17,7 +17,7 @@ def demo(
     out: Path = Path("demo-out"),
     quick: bool = False,
     seed: int = 0,
-    problems: int = 512,
+    problems: int = 384,
     overrides: Annotated[tuple[str, ...], arg(name="set", metavar="section.key=value")] = (),
 ) -> int:
     """Watch a small model go from one token a forward pass to several: fine-tune, decode, report. Minutes on a CPU.
