@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from marsjax.decoding import requests
 from marsjax.decoding.answer import Answer
@@ -31,6 +32,17 @@ class Engine:
     allowed: jax.Array  # [V] bool
     vocab_size: int
     max_positions: int
+
+    @property
+    def device(self) -> Any:
+        """Where a batch's state lives: with the weights, and whole on each device if those are spread out."""
+        for weight in self.params:
+            sharding = getattr(weight, "sharding", None)
+            if isinstance(sharding, NamedSharding):
+                return NamedSharding(sharding.mesh, PartitionSpec())
+            if sharding is not None:
+                return sharding
+        return jax.local_devices()[0]
 
 
 def cache_length(needed: int, chunk: int) -> int:
@@ -147,7 +159,8 @@ class Batch:
         tokens = np.zeros((len(lengths), cache_length(needed, engine.prefill_chunk)), np.int32)
         for row, ids in zip(tokens, self._prompts, strict=True):
             row[: len(ids)] = ids
-        self._state = start(engine.network, tokens, lengths)
+        # Beside the weights from the start: a state that only arrives there with the first call would compile twice.
+        self._state = jax.device_put(start(engine.network, tokens, lengths), engine.device)
         # Without steps to take both programs only get compiled, so that no time below contains it.
         self._state = prefill(engine.network, engine.prefill_chunk, engine.params, self._state, np.int32(0))
         self._state = jax.block_until_ready(self._advance(np.int32(0)))

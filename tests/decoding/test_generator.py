@@ -172,9 +172,11 @@ def test_nothing_compiles_after_the_first_call(compilations):
     assert compilations  # so the listener does hear them
 
 
-def test_the_compiled_step_updates_the_cache_in_place():
+def test_three_programs_and_a_cache_updated_in_place(compilations):
     rows, length = 3, 64
     batch, _ = generator()._batch([PROMPT] * rows, **{**generator().generate.__kwdefaults__, "max_new_tokens": 8})
+    batch.advance(1)
+    assert len(compilations) == 3  # start, prefill, advance
     engine = generator()._engine
     arguments = engine.params, batch._controls, batch._state, np.int32(0)
     program = advance.lower(engine.network, engine.plan, *arguments).compile()
