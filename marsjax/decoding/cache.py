@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from marsjax.attention import dense
+
 
 class LayerCache(NamedTuple):
     """One layer. Heads come before time, so that the products of attention read the cache as it lies."""
@@ -24,45 +26,24 @@ def empty(layers: int, rows: int, kv_heads: int, length: int, head_dim: int, dty
 def attend_cache_and_slots(cursor: jax.Array, sees: jax.Array):
     """An `attend` for the decoder: every slot sees the committed cache and the slots `sees` allows.
 
-    Two partial softmaxes joined by their common maximum, so that slots need not be written before they are seen.
+    Two parts, joined (`marsjax.attention.dense`), so that slots need not be written before they are seen.
 
     Args:
       cursor: [N] int32, entries of the cache that are valid.
-      sees: [N, S, S] bool; every slot must see itself, which keeps the softmax finite in slots nobody uses.
+      sees: [N, S, S] bool; slots that see nothing give 0.
 
     Returns:
       attend(q, k, v, LayerCache) → (mixed [N,S,H,h], the slots' own LayerCache [N,K,S,h]).
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache):
-        n, slots, heads, head_dim = q.shape
-        kv_heads = k.shape[2]
-        groups = heads // kv_heads
-        # Query rows of one shared key head together: [N, K, G*S, h].
-        q = q.reshape(n, slots, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
-        q = q.reshape(n, kv_heads, groups * slots, head_dim) * jnp.asarray(head_dim**-0.5, q.dtype)
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-
-        old = _scores(q, cache.k)
-        old = jnp.where(jnp.arange(old.shape[-1]) < cursor[:, None, None, None], old, -jnp.inf)
-        new = jnp.where(jnp.tile(sees, (1, groups, 1))[:, None], _scores(q, k), -jnp.inf)
-        highest = jnp.maximum(old.max(-1, keepdims=True), new.max(-1, keepdims=True))
-        old, new = jnp.exp(old - highest), jnp.exp(new - highest)
-        total = old.sum(-1, keepdims=True) + new.sum(-1, keepdims=True)
-        mixed = (_mix(old, cache.v) + _mix(new, v)) / total
-
-        mixed = mixed.astype(q.dtype).reshape(n, kv_heads, groups, slots, head_dim).transpose(0, 3, 1, 2, 4)
-        return mixed.reshape(n, slots, heads, head_dim), LayerCache(k, v)
+        slots, kv_heads, length = q.shape[1], k.shape[2], cache.k.shape[2]
+        q, k, v = dense.group(q, kv_heads), dense.heads_first(k), dense.heads_first(v)
+        committed = jnp.arange(length) < cursor[:, None, None]  # [N, 1, T]: the same for all slots
+        mixed = dense.join(dense.attend_part(q, cache.k, cache.v, committed), dense.attend_part(q, k, v, sees))
+        return dense.ungroup(mixed, slots).astype(q.dtype), LayerCache(k, v)
 
     return attend
-
-
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    return jnp.einsum("nkqh,nkth->nkqt", q, k, preferred_element_type=jnp.float32)
-
-
-def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.einsum("nkqt,nkth->nkqh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
 def commit(

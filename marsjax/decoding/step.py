@@ -137,9 +137,9 @@ def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, stat
     positions = state.length[:, None] - 1 + plan.depth
     known = jnp.take_along_axis(state.tokens, jnp.maximum(positions, 0), 1, mode="clip")
     tokens = jnp.where(plan.is_mask, controls.mask_id, known)
-    # The pending run is right-aligned: nobody sees the slots before it, but they see themselves.
+    # The pending run is right-aligned: nobody sees the slots before it.
     unused = jnp.arange(plan.size) < (plan.pending - pending)[:, None]
-    sees = jnp.asarray(plan.sees) & (~unused[:, None, :] | jnp.eye(plan.size, dtype=bool))
+    sees = jnp.asarray(plan.sees) & ~unused[:, None, :]
     attend = attend_cache_and_slots(state.cursor, sees)
     hidden, slots = network.forward(params, tokens, jnp.maximum(positions, 0), attend, state.cache)
 
