@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional, arg
@@ -117,13 +117,13 @@ def generate(
     from marsjax.decoding.requests import check_options
 
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    options = {"tau": tau, "measure": measure, "max_new_tokens": max_new_tokens, **sampling}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options: dict[str, Any] = {"tau": tau, "measure": measure, "max_new_tokens": max_new_tokens, **sampling}
     check_options(len(prompts), **options)  # wrong options are refused before the model is read
     if raw and system is not None:
         raise ValueError("--raw takes plain text, so there is no place for --system")
     generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window)
-    asked: list = list(prompts)
+    asked: list[Any] = list(prompts)
     if system is not None:
         asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in prompts]
     options |= {"stop": stop, "ignore_eos": ignore_eos, "raw": raw}
