@@ -74,4 +74,4 @@ def join(*parts: Part) -> jax.Array:
     scales = [jnp.exp(part.top - top) for part in parts]
     mixed = sum(part.mixed * scale for part, scale in zip(parts, scales, strict=True))
     weight = sum(part.weight * scale for part, scale in zip(parts, scales, strict=True))
-    return mixed / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
+    return mixed / jnp.where(weight > 0, weight, 1.0)

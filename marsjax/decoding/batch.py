@@ -109,6 +109,10 @@ class Batch:
             if self._done[row]:
                 continue
             new = slice(self._seen[row], length[row])
+            if (tokens[row, new] >= self._engine.vocab_size).any():  # what an arg-max over NaN gives
+                raise FloatingPointError(
+                    f"row {row}: the logits are NaN from token {self._seen[row]} on; check the weights, and the dtype"
+                )
             gained[row] = answer.push(tokens[row, new].tolist(), by[row, new].tolist())
             self._seen[row] = length[row]
             if done[row] and answer.stop is None:

@@ -53,6 +53,17 @@ class SlotPlan:
         """W, the most tokens a step can emit; also the most that can be pending in the next."""
         return len(self.heads)
 
+    def with_pending(self, pending: int) -> "SlotPlan":
+        """The same tree behind a shorter pending run."""
+        cut = self.pending - pending
+        return dataclasses.replace(
+            self,
+            pending=pending,
+            kinds=self.kinds[cut:],
+            parents=tuple(max(p - cut, -1) for p in self.parents[cut:]),
+            heads=tuple(h - cut for h in self.heads),
+        )
+
     @functools.cached_property
     def depth(self) -> np.ndarray:
         """[S] int32, distance from the root; negative for the pending slots before it."""

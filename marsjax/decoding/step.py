@@ -129,8 +129,24 @@ def advance(
 def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, state: State) -> State:
     """One forward for every row that has not ended.
 
+    Where none of them has more than one pending token (always at τ = 1) the slots of longer runs are not fed: W - 1
+    fewer, which matters where arithmetic and not memory bounds a step.
+
     Needs T ≥ cursor + P and T ≥ length + W in every row that has not ended, which holds when T ≥ limit + W - 1.
     """
+    if plan.pending == 1:
+        return _step(network, plan, params, controls, state)
+    ended = state.done | controls.halted
+    short = ((state.length - state.cursor <= 1) | ended).all()
+    return jax.lax.cond(
+        short,
+        lambda state: _step(network, plan.with_pending(1), params, controls, state),
+        lambda state: _step(network, plan, params, controls, state),
+        state,
+    )
+
+
+def _step(network: Network, plan: SlotPlan, params: Any, controls: Controls, state: State) -> State:
     active = ~(state.done | controls.halted)
     pending = state.length - state.cursor
 

@@ -6,12 +6,15 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding_helpers import END, MASK, PAD, ROWS, generator, pretrained
+from flax import nnx
 
 from marsjax.decoding import Generator
 from marsjax.decoding.batch import cache_length
+from marsjax.decoding.network import split
 from marsjax.decoding.requests import prompt_ids
 from marsjax.decoding.step import advance
 
@@ -205,3 +208,21 @@ def test_cache_lengths():
     assert cache_length(65, 64) == 128
     for needed in range(1, 3000, 7):
         assert needed <= cache_length(needed, 64) <= max(128, 1.5 * needed + 64)
+
+
+def test_nan_weights_are_told_not_decoded():
+    healthy = pretrained("tiny_mars")
+    model = nnx.merge(*nnx.split(healthy.model))
+    model.final_norm.scale[...] = jnp.full_like(model.final_norm.scale[...], jnp.nan)
+    broken = dataclasses.replace(healthy, model=model)
+    with pytest.raises(FloatingPointError, match="logits are NaN"):
+        Generator(broken, window=4).generate([50, 9, 7], max_new_tokens=4)
+
+
+def test_bfloat16_logits_are_float32():
+    model = pretrained("tiny_mars").model
+    network, params = split(model, jnp.bfloat16)
+    hidden = jax.random.normal(jax.random.key(0), (1, 4, model.config.hidden_size), jnp.bfloat16)
+    logits = network.unembed(params, hidden)
+    assert logits.dtype == jnp.float32
+    assert not jnp.array_equal(logits, logits.astype(jnp.bfloat16).astype(jnp.float32))
