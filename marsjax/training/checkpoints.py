@@ -49,11 +49,12 @@ class Checkpoints:
             ocp.save(
                 self.directory / str(step), state._asdict(), overwrite=True, custom_metadata={HOST: json.dumps(host)}
             )
-            kept = {*self.steps()[-self.keep :], best_step}
+            # Steps past this one belong to a run that was given up, or cannot be read.
+            kept = {*[s for s in self.steps() if s <= step][-self.keep :], best_step}
             for old in set(self.steps()) - kept:
                 (self.directory / str(old)).rmtree()
         except Exception as error:
-            good = [s for s in self.steps() if s != step]
+            good = [s for s in self.steps() if s < step]
             raise SaveError(
                 f"writing the checkpoint of step {step} to {self.directory} failed: {error}. "
                 + (f"The newest good one is step {good[-1]}; " if good else "There is no earlier one; ")

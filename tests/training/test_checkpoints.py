@@ -79,6 +79,16 @@ def test_a_half_written_step_is_skipped_and_named(tmp_path, caplog, damage):
     assert checkpoints.restore(state(0))[1] == {"at": "again"}
 
 
+def test_a_step_below_an_unreadable_newest_one_survives_its_own_saving(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(state(2), {})
+    (tmp_path / "4").mkdir()
+    assert int(checkpoints.restore(state(0))[0].step) == 2
+    checkpoints.save(state(3), {})
+    assert checkpoints.steps() == [3]
+    assert_same(checkpoints.restore(state(0))[0], state(3))
+
+
 def test_only_unreadable_steps_is_an_error(tmp_path):
     (tmp_path / "4").mkdir()
     with pytest.raises(RuntimeError, match="step 4"):
