@@ -15,14 +15,15 @@ from marsjax.data.rows import Row, RowMaker, RowStats
 from marsjax.data.sources import DataError, ProblemSource, open_source
 from marsjax.text.chat import Message, turn_end_id
 
-_SURVEYED = 256  # generated problems looked at before training; files are looked at in full
+_SURVEYED = 256  # problems of a generator without a count looked at before training; all else is looked at in full
 
 
 class RowSet:
-    """The usable rows of a source: all of a file's, tokenised now; the generator's, tokenised when asked for.
+    """The usable rows of a source: tokenised now, or, of a generator without a count, when asked for.
 
-    `stats` counts the conversations looked at (of the generator's, the first few), and `fingerprint` stands for their
-    rows. Raises DataError, with counts, if nothing in them is supervised.
+    `stats` counts the conversations looked at (of a generator without a count, the first few), and `fingerprint` stands
+    for their rows. `counted`: the length is that of the usable rows. Raises DataError, with counts, if nothing in them
+    is supervised.
     """
 
     def __init__(self, source: str | Sequence[list[Message]], maker: RowMaker):
@@ -32,7 +33,8 @@ class RowSet:
         self._conversations = open_source(source) if isinstance(source, str) else source
         self._rows: list[Row] | None = None
         seen: Iterable[Row]
-        if isinstance(self._conversations, ProblemSource):
+        self.counted = not isinstance(self._conversations, ProblemSource) or self._conversations.counted
+        if not self.counted:
             some = (self._conversations[i] for i in range(min(_SURVEYED, len(self._conversations))))
             seen = [row for messages in some for row in maker(messages, self.stats)]
         else:
@@ -86,6 +88,11 @@ class TrainBatches:
             raise ValueError(f"data seed {seed} is out of range; grain's shuffle takes 0 to 2**32 - 1")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs must be at least 1, got {epochs}")
+        if epochs is not None and not rows.counted:
+            raise DataError(
+                f"{rows.name} has no end, so data.epochs={epochs} has no meaning; give it a count, as in "
+                f"{rows.name},count=10000, or give steps instead of epochs"
+            )
         if epochs is not None and len(rows) * epochs < form.batch_size:
             raise DataError(
                 f"{rows.name}: {len(rows)} rows x {epochs} epochs fill no batch of {form.batch_size}; "

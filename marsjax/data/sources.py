@@ -28,12 +28,12 @@ class DataError(ValueError):
 
 
 class ProblemSource(Sequence[list[Message]]):
-    """The generator's problems as conversations, made when asked for."""
+    """The generator's problems as conversations, made when asked for. `counted`: their number was asked for."""
 
     def __init__(self, split: str, seed: int = 0, count: int | None = None):
         if split not in SPLITS:
             raise DataError(f"problems:{split}: the generator has the splits {', '.join(SPLITS)}")
-        self.split, self.seed = split, seed
+        self.split, self.seed, self.counted = split, seed, count is not None
         self._size = count if count is not None else 1_000_000 if split == "train" else 2_000
         if self._size < 1:
             raise DataError(f"problems:{split}: count must be at least 1, got {self._size}")

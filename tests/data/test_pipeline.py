@@ -86,10 +86,11 @@ def test_resume_after_every_batch(prefetch_rows):
             assert equal(next(running), whole[k])
 
 
-def test_resume_of_the_generator():
-    rows = load_rows("problems:train,seed=2,count=50", TOKENIZER, length=128)
+@pytest.mark.parametrize("count", ["", ",count=50"])
+def test_resume_of_the_generator(count):
+    rows = load_rows(f"problems:train,seed=2{count}", TOKENIZER, length=128)
     one = TrainBatches(rows, form(8, 128), seed=1)
-    for _ in range(9):  # 72 rows: into the second epoch
+    for _ in range(9):  # 72 rows: of 50, into the second epoch
         next(one)
     two = TrainBatches(rows, form(8, 128), seed=1)
     two.restore(one.state())
@@ -147,12 +148,29 @@ def test_nothing_supervised_is_an_error_with_counts():
 
 
 def test_generated_problems_that_do_not_fit_are_skipped():
-    rows = load_rows("problems:train,count=200", TOKENIZER, length=40)
-    fitting = sum(rows[i] is not None for i in range(200))
+    endless = load_rows("problems:train", TOKENIZER, length=40)
+    fitting = sum(endless[i] is not None for i in range(200))
     assert 0 < fitting < 200
-    assert sum((b.segments[:, 0] > 0).sum() for b in eval_batches(rows, form(8, 40))) == fitting
-    train = TrainBatches(rows, form(8, 40), seed=0, epochs=1)
-    assert len(list(train)) == fitting // 8
+    assert sum((b.segments[:, 0] > 0).sum() for b in eval_batches(endless, form(8, 40), 200)) == fitting
+    train = TrainBatches(endless, form(8, 40), seed=0)
+    assert all((next(train).segments[:, 0] > 0).all() for _ in range(4))
+    train.close()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_epochs_over_counted_problems_are_of_those_that_fit(epochs):
+    endless = load_rows("problems:train", TOKENIZER, length=40)
+    fitting = sum(endless[i] is not None for i in range(100))
+    rows = load_rows("problems:train,count=100", TOKENIZER, length=40)
+    assert len(rows) == rows.stats.rows == fitting < 100
+    train = TrainBatches(rows, form(8, 40), seed=0, epochs=epochs)
+    assert len(list(train)) == train.total_batches == fitting * epochs // 8
+
+
+def test_epochs_need_an_end():
+    rows = load_rows("problems:train,seed=1", TOKENIZER, length=128)
+    with pytest.raises(DataError, match=r"epochs=2 .*give it a count, as in problems:train,seed=1,count=10000"):
+        TrainBatches(rows, form(4, 128), seed=0, epochs=2)
 
 
 @pytest.mark.parametrize(
