@@ -10,6 +10,7 @@ import numpy as np
 from marsjax.models import ModelConfig
 from marsjax.training.objectives import Forward, needed_noisy_length, score_clean, score_two_streams
 from marsjax.training.state import Params, rebuild
+from marsjax.weights import Pretrained
 
 BINS = 10
 # Per row of a batch: what is added up in each cell [offset, bin of confidence].
@@ -124,16 +125,25 @@ def held_out_prompts(source: Sequence[Any], count: int) -> list[list[dict[str, A
 
 
 def decode(
-    pretrained: Any, prompts: Sequence[Any], *, block_size: int | None, tau: float, max_new_tokens: int
+    make: Callable[[], Pretrained],
+    prompts: Sequence[Sequence[int]],
+    *,
+    block_size: int | None,
+    tau: float,
+    max_new_tokens: int,
+    dtype: Any = jnp.float32,
 ) -> dict[str, float]:
-    """Decodes prompts and says how many tokens a forward pass gave; 1 by definition without MARS (`block_size` None).
+    """Decodes prompts (token ids) and says how many tokens a forward pass gave.
 
-    `pretrained` holds the list layout and is let go of on return: decoding keeps no second copy of the weights.
+    One token, by definition and without decoding, where a window holds no masks: `block_size` None (no MARS) or 1.
+    `make` gives the model in the list layout, with arrays of its own in `dtype`: the one copy of the weights that
+    decoding holds, let go of on return.
     """
+    if block_size is None or block_size == 1:
+        return {"tokens_per_forward": 1.0}
     from marsjax.decoding.generator import Generator
 
-    strategy = {"strategy": "ar"} if block_size is None else {"strategy": "mars", "window": block_size}
-    generator = Generator(pretrained, **strategy)
+    generator = Generator(make(), strategy="mars", window=block_size, dtype=dtype, consume=True)
     results = generator.generate(list(prompts), tau=tau, max_new_tokens=max_new_tokens)
     forwards = sum(r.forwards for r in results)
     return {"tokens_per_forward": sum(len(r.ids) for r in results) / max(forwards, 1)}

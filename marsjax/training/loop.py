@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from marsjax.data.sources import open_source
+from marsjax.models import Decoder
 from marsjax.training import evaluate as held_out
 from marsjax.training import setup
 from marsjax.training.checkpoints import Checkpoints
@@ -17,7 +17,7 @@ from marsjax.training.config import ConfigError, TrainConfig, differences
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
 from marsjax.training.objectives import check_aligned, needed_noisy_length
 from marsjax.training.optimizer import make_optimizer, make_schedule
-from marsjax.training.state import TrainState, new_state, rebuild
+from marsjax.training.state import copy_as_list, new_state, rebuild
 from marsjax.training.step import make_train_step, split_microbatches
 from marsjax.weights import Pretrained, save
 
@@ -91,7 +91,7 @@ class _Run:
         self.model_config = pretrained.model.config
         self.steps = setup.total_steps(config, data.batches)
         self.block_size = config.objective.block_size if config.objective.name == "mars" else None
-        self.pretrained = pretrained
+        self.pretrained, self.dtype = pretrained, forward.dtype
         unroll = config.compute.unroll_layers
         schedule = make_schedule(config.optimizer, self.steps)
         optimizer = make_optimizer(config.optimizer, schedule)
@@ -181,15 +181,15 @@ class _Run:
 
     def _decode(self) -> dict[str, float]:
         section = self.config.evaluation
-        if not section.decode_prompts or section.data is None:
+        if not self.data.decode_prompts:
             return {}
-        prompts = held_out.held_out_prompts(open_source(section.data), section.decode_prompts)
         return held_out.decode(
-            self._as_pretrained(self.state, "list"),
-            prompts,
+            lambda: self._as_pretrained(copy_as_list(self.model_config, self.state.params, self.dtype)),
+            self.data.decode_prompts,
             block_size=self.block_size,
             tau=section.tau,
             max_new_tokens=section.max_new_tokens,
+            dtype=self.dtype,
         )
 
     def _save(self) -> None:
@@ -197,9 +197,8 @@ class _Run:
         best = self.progress.best
         self.checkpoints.save(self.state, host, best_step=best["step"] if best else None)
 
-    def _as_pretrained(self, state: TrainState, layout: str) -> Pretrained:
+    def _as_pretrained(self, model: Decoder) -> Pretrained:
         given = self.pretrained
-        model = rebuild(self.model_config, state.params, unroll=layout == "list")
         generation = given.generation.with_end(self.data.end_id)
         hf_config = given.hf_config
         if self.block_size is not None:  # beyond it, generation warns
@@ -216,7 +215,9 @@ class _Run:
             assert restored is not None
             state = restored[0]
         path = save(
-            self._as_pretrained(state, "stacked"), self.directory / "export", dtype=self.config.output.export_dtype
+            self._as_pretrained(rebuild(self.model_config, state.params)),
+            self.directory / "export",
+            dtype=self.config.output.export_dtype,
         )
         self.reporter.note(f"exported to {path}")
         return path

@@ -11,10 +11,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from marsjax.data.batch import BatchFormat
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
+from marsjax.data.sources import open_source
 from marsjax.models import Decoder, ModelConfig
-from marsjax.text.chat import turn_end_id
+from marsjax.text.chat import render_prompt, turn_end_id
 from marsjax.text.mask_token import ensure_mask_token
 from marsjax.training.config import ConfigError, ModelSection, TrainConfig
+from marsjax.training.evaluate import held_out_prompts
 from marsjax.training.objectives import Forward, mars, sft
 from marsjax.training.step import Objective
 from marsjax.weights import GenerationDefaults, Pretrained, load
@@ -80,6 +82,7 @@ class TrainData:
     form: BatchFormat
     end_id: int
     eval_rows: int
+    decode_prompts: list[list[int]]
 
     def held_out_batches(self) -> Iterator[Any]:
         if self.held_out is None:
@@ -113,10 +116,34 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
             **section.template_kwargs,
         )
 
+    prompts = decode_prompts(config, pretrained)
     batches = TrainBatches(rows(section.train), form, seed=section.seed, epochs=section.epochs)
     held_out = rows(config.evaluation.data) if config.evaluation.data else None
     micro = dataclasses.replace(form, batch_size=section.batch_size // section.accumulation)
-    return TrainData(batches, held_out, micro, end_id, config.evaluation.rows)
+    return TrainData(batches, held_out, micro, end_id, config.evaluation.rows, prompts)
+
+
+def decode_prompts(config: TrainConfig, pretrained: Pretrained) -> list[list[int]]:
+    """Token ids of the prompts to decode at evaluations, rendered as the rows are. Raises ConfigError, with numbers,
+    if there is none, or if one leaves no room for evaluation.max_new_tokens."""
+    section = config.evaluation
+    if not section.decode_prompts or section.data is None:
+        return []
+    found = held_out_prompts(open_source(section.data), section.decode_prompts)
+    if not found:
+        raise ConfigError(
+            f"evaluation.decode_prompts={section.decode_prompts}: among the first conversations of {section.data} "
+            "there is no prompt before an assistant's turn; set it to 0, or give other data"
+        )
+    prompts = [render_prompt(pretrained.tokenizer, p, **config.data.template_kwargs) for p in found]
+    longest, limit = max(len(p) for p in prompts), pretrained.model.config.max_positions
+    if longest + section.max_new_tokens > limit:
+        raise ConfigError(
+            f"evaluation.decode_prompts: the longest prompt of {section.data} has {longest} tokens, and with "
+            f"evaluation.max_new_tokens={section.max_new_tokens} is beyond the model's {limit} positions; lower "
+            "evaluation.max_new_tokens, or set evaluation.decode_prompts=0"
+        )
+    return prompts
 
 
 def total_steps(config: TrainConfig, batches: TrainBatches) -> int:

@@ -37,3 +37,14 @@ def rebuild(config: ModelConfig, params: Params, *, unroll: bool = False) -> Dec
     graphdef, state = abstract(config, "list" if unroll else "stacked")
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
+
+
+def copy_as_list(config: ModelConfig, params: Params, dtype: Any) -> Decoder:
+    """A decoder of its own, layers as a list, every array a copy in `dtype`, made one at a time."""
+    own = {name: jax.tree.map(lambda x: jnp.array(x, dtype), tree) for name, tree in params.items() if name != "layers"}
+    own["layers"] = {
+        i: jax.tree.map(lambda x, i=i: jnp.array(x[i], dtype), params["layers"]) for i in range(config.num_layers)
+    }
+    graphdef, state = abstract(config, "list", dtype)
+    nnx.replace_by_pure_dict(state, own)
+    return nnx.merge(graphdef, state)

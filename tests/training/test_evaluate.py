@@ -1,11 +1,17 @@
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from marsjax.attention.masks import dense_mask, two_stream, two_stream_rows
-from marsjax.training.evaluate import BINS, _histogram, evaluate, held_out_prompts, make_eval_step, summarize
+from marsjax.decoding import generator
+from marsjax.training.evaluate import BINS, _histogram, decode, evaluate, held_out_prompts, make_eval_step, summarize
 from marsjax.training.losses import RowScores
 from marsjax.training.objectives import Forward
+from marsjax.training.state import copy_as_list
 
 
 def reference(tiny, batch, block_size):
@@ -80,6 +86,45 @@ def test_prompts_end_before_the_last_answer():
     source = [turns("user", "assistant", "user", "assistant"), turns("assistant"), turns("user", "assistant", "user")]
     prompts = held_out_prompts(source, 9)
     assert [[m["role"] for m in p] for p in prompts] == [["user", "assistant", "user"], ["user"]]
+
+
+@pytest.mark.parametrize("block_size", [None, 1])
+def test_without_masks_a_forward_gives_one_token_and_nothing_is_decoded(block_size):
+    def make():
+        raise AssertionError("no model is needed")
+
+    got = decode(make, [[1, 2]], block_size=block_size, tau=0.9, max_new_tokens=4)
+    assert got == {"tokens_per_forward": 1.0}
+
+
+def test_decoding_holds_one_copy_in_the_compute_dtype(tiny, monkeypatch):
+    seen = {}
+
+    class Spy:
+        def __init__(self, pretrained, **options):
+            seen.update(options, model=pretrained.model)
+
+        def generate(self, prompts, **options):
+            return [SimpleNamespace(forwards=2, ids=[1, 2, 3])]
+
+    monkeypatch.setattr(generator, "Generator", Spy)
+    made = copy_as_list(tiny.config, tiny.params, jnp.bfloat16)
+    got = decode(lambda: SimpleNamespace(model=made), [[1]], block_size=4, tau=0.9, max_new_tokens=4,
+                 dtype=jnp.bfloat16)  # fmt: skip
+    assert got == {"tokens_per_forward": 1.5}
+    assert seen["dtype"] == jnp.bfloat16
+    assert seen["consume"]
+    assert seen["model"].layout == "list"
+    for own, kept in zip(
+        jax.tree.leaves(nnx.to_pure_dict(nnx.state(made))),
+        jax.tree.leaves(nnx.to_pure_dict(nnx.state(tiny.build(tiny.params, unroll=True)))),
+        strict=True,
+    ):
+        assert own.dtype == jnp.bfloat16
+        assert np.array_equal(own, kept.astype(jnp.bfloat16))
+    for x in jax.tree.leaves(nnx.state(copy_as_list(tiny.config, tiny.params, jnp.float32))):
+        x.delete()  # its own arrays, also where the dtype is the same
+    assert not any(x.is_deleted() for x in jax.tree.leaves(tiny.params) if isinstance(x, jax.Array))
 
 
 def test_calibration_is_by_bin():

@@ -1,0 +1,62 @@
+"""What a configuration becomes, without training."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from marsjax.data.demo_tokenizer import demo_tokenizer
+from marsjax.text.chat import render_prompt
+from marsjax.training import ConfigError, load_config
+from marsjax.training.setup import load_data
+from marsjax.weights import GenerationDefaults, Pretrained
+
+
+def conversation(question):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "Yes."}]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(conversations, *overrides) → TrainData, with a model of 64 positions that is never asked anything."""
+
+    def loaded(conversations, *overrides):
+        path = tmp_path / "held_out.jsonl"
+        path.write_text("".join(json.dumps({"messages": c}) + "\n" for c in conversations))
+        config = load_config(None, [
+            "model.source=x", "data.train=problems:train,count=8", "data.batch_size=4", "data.length=128",
+            "optimizer.steps=1", f"evaluation.data=jsonl:{path}", "evaluation.decode_prompts=2",
+            f"output.directory={tmp_path}", *overrides,
+        ])  # fmt: skip
+        tokenizer = demo_tokenizer()
+        tokenizer.chat_template = "{{ note or '' }}" + tokenizer.chat_template
+        model = SimpleNamespace(config=SimpleNamespace(max_positions=64))
+        generation = GenerationDefaults((tokenizer.eos_token_id,), tokenizer.pad_token_id, None)
+        data = load_data(config, Pretrained(model, tokenizer, generation, 512))
+        data.batches.close()
+        path.unlink()  # nothing reads it again
+        return data, tokenizer
+
+    return loaded
+
+
+def test_prompts_to_decode_are_rendered_once_with_the_templates_arguments(load):
+    conversations = [conversation(f"Is {i} a number?") for i in range(3)]
+    options = ("data.template_kwargs={note: loud}", "evaluation.max_new_tokens=8")
+    data, tokenizer = load(conversations, *options)
+    assert data.decode_prompts == [render_prompt(tokenizer, c[:1], note="loud") for c in conversations[:2]]
+    assert load(conversations, *options, "evaluation.decode_prompts=0")[0].decode_prompts == []
+
+
+def test_prompts_to_decode_must_fit_the_positions(load):
+    data, _ = load([conversation("Is it?")], "evaluation.max_new_tokens=4")
+    longest = len(data.decode_prompts[0])
+    load([conversation("Is it?")], f"evaluation.max_new_tokens={64 - longest}")
+    with pytest.raises(ConfigError, match=rf"has {longest} tokens.*max_new_tokens={65 - longest} is beyond.* 64 pos"):
+        load([conversation("Is it?")], f"evaluation.max_new_tokens={65 - longest}")
+
+
+def test_prompts_to_decode_must_exist(load):
+    answers = [{"role": "assistant", "content": "Unasked."}]
+    with pytest.raises(ConfigError, match=r"decode_prompts=2: .*no prompt before an assistant"):
+        load([answers, answers, conversation("Is it?")])
