@@ -28,9 +28,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 1):
-        text = str(directory)
-        # A URL is not a path: resolving it would merge its slashes.
-        self.directory = epath.Path(text if "://" in text else Path(text).expanduser().resolve())
+        self.directory = epath.Path(Path(directory).expanduser().resolve())
         self.keep = keep
 
     def steps(self) -> list[int]:

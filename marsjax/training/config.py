@@ -124,10 +124,15 @@ RESUME_MAY_CHANGE = ("evaluation", "checkpoint", "output")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Fields in which a saved run and this one differ, apart from those that do not change the training."""
+    """Fields in which a saved run and this one differ, apart from those that do not change the training.
+
+    A key that either does not know has its default there: versions may add keys without ending runs of earlier ones.
+    """
     found = []
+    sections = typing.get_type_hints(TrainConfig)
     for section in sorted((set(old) | set(new)) - set(RESUME_MAY_CHANGE)):
-        before, now = old.get(section) or {}, new.get(section) or {}
+        defaults = dataclasses.asdict(sections[section]()) if section in sections else {}
+        before, now = ({**defaults, **(tree.get(section) or {})} for tree in (old, new))
         for key in sorted(set(before) | set(now)):
             if before.get(key) != now.get(key):
                 found.append(f"{section}.{key}: {before.get(key)!r} there, {now.get(key)!r} here")
@@ -281,6 +286,15 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield "data.train is missing: jsonl:PATH or problems:train"
     if not c.output.directory:
         yield "output.directory is missing: where checkpoints, metrics and the export go"
+    if "://" in c.output.directory:
+        yield f"output.directory={c.output.directory} is a URL; it must be a mounted path, such as /mnt/bucket/run"
+    if c.output.export == "best" and c.evaluation.data is None:
+        yield "output.export=best needs evaluation.data, whose loss says which is best; or export=last"
+    if c.compute.unroll_layers and c.compute.remat is not None:
+        yield (
+            f"compute.remat={c.compute.remat} acts on the scan over layers, which compute.unroll_layers=true turns "
+            "off; leave one of them out"
+        )
     if c.optimizer.steps is None and c.data.epochs is None:
         yield "give optimizer.steps or data.epochs: how long to train"
     if c.data.accumulation >= 1 and c.data.batch_size % c.data.accumulation:

@@ -249,8 +249,8 @@ class _Pending:
         if bad:
             raise TrainingDiverged(
                 f"step {step}: {', '.join(f'{name} is {values[name]}' for name in bad)} (learning rate "
-                f"{values['learning_rate']:.3g}). Lower optimizer.learning_rate or raise optimizer.warmup; it goes "
-                f"on from the newest checkpoint ({self.run.checkpoints.steps()[-1:] or 'none yet'})"
+                f"{values['learning_rate']:.3g}). Lower optimizer.learning_rate or raise optimizer.warmup, in another "
+                "output.directory: a run's checkpoints go on with its own settings only"
             )
         self.clock.add(values["tokens"])
         self._window.append(values)

@@ -68,6 +68,9 @@ def test_a_field_of_init_by_its_own_key(good):
         ("model.source=null", "one of model.source"),
         ("model.tokenizer=demo", "model.tokenizer goes with model.init"),
         ("output.directory=''", "output.directory is missing"),
+        ("output.directory='gs://bucket/run'", r"output.directory=gs://bucket/run is a URL; it must be a mounted path"),
+        ("output.export=best", "output.export=best needs evaluation.data"),
+        ("compute={remat: nothing_saveable, unroll_layers: true}", "compute.remat=nothing_saveable acts on the scan"),
         ("optimizer.learning_rate=0", "learning_rate=0.0 must be above 0"),
         ("optimizer.learning_rate=.nan", "learning_rate=nan must be above 0"),
         ("optimizer.warmup=-1", "optimizer.warmup=-1.0"),
@@ -103,6 +106,16 @@ def test_shipped_configurations_load():
 def test_differences_name_both_values(good):
     old, new = (load_config(good, o).to_dict() for o in (["data.length=8"], ["data.length=9", "checkpoint.every=7"]))
     assert differences(old, new) == ["data.length: 8 there, 9 here"]
+
+
+def test_keys_added_since_a_run_was_saved_count_as_their_defaults(good):
+    old, new = load_config(good).to_dict(), load_config(good).to_dict()
+    del old["data"]["accumulation"], old["compute"]
+    assert differences(old, new) == []
+    new["data"]["accumulation"] = 2
+    assert differences(old, new) == ["data.accumulation: 1 there, 2 here"]
+    old["data"]["gone"] = 3
+    assert "data.gone: 3 there, None here" in differences(old, new)
 
 
 def test_description_names_every_key(good):

@@ -128,7 +128,7 @@ def test_a_diverging_run_stops_with_its_step_and_saves_nothing(tmp_path, monkeyp
         return Step()
 
     monkeypatch.setattr(loop, "make_train_step", broken)
-    with pytest.raises(TrainingDiverged, match=r"step 3: .*loss is nan"):
+    with pytest.raises(TrainingDiverged, match=r"step 3: .*loss is nan.*in another output.directory"):
         train(config(tmp_path))
     assert Checkpoints(tmp_path / "checkpoints").steps() == []
 
