@@ -194,10 +194,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+    except Exception as error:
         if os.environ.get("MARSJAX_TRACEBACK"):
             raise
-        print(f"marsjax: {error}", file=sys.stderr)
+        told = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)  # written for people
+        print(f"marsjax: {error if told else f'{type(error).__name__}: {error}'}", file=sys.stderr)
         print("(set MARSJAX_TRACEBACK=1 to see where)", file=sys.stderr)
         return 1
 

@@ -73,7 +73,7 @@ class Batch:
         **options: Any,
     ):
         self._engine, self._prompts = engine, prompt_ids
-        self.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if self.stops and engine.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this generator has none; use stop_ids")
         ends = requests.end_ids(() if ignore_eos else engine.eos_ids, stop_ids, engine.vocab_size)

@@ -61,7 +61,7 @@ class Generator:
             eos_ids = eos_ids or pretrained.generation.eos_ids
             pad_id = pretrained.generation.pad_id if pad_id is None else pad_id
             mask_id = pretrained.mask_id if mask_id is None else mask_id
-            block_size = block_size or pretrained.hf_config.get("marsjax", {}).get("block_size")
+            block_size = block_size or (pretrained.hf_config.get("marsjax") or {}).get("block_size")
         self.config = model.config
         self.tokenizer = tokenizer
         self.plan = _plan(strategy, window, block_size, mask_id)

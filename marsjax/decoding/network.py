@@ -85,9 +85,7 @@ def multiply(x: jax.Array, w: jax.Array, out_dtype: Any = None) -> jax.Array:
     The barrier keeps it from turning the product back into x Wᵀ.
     """
     rows = x.reshape(-1, x.shape[-1])
-    product = partial(
-        jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=out_dtype
-    )
+    product = partial(jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     y = jax.lax.optimization_barrier(product(w, rows)).T if 2 <= rows.shape[0] <= 16 else product(rows, w)
     return y.reshape(*x.shape[:-1], w.shape[0])
 

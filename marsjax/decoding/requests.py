@@ -13,6 +13,7 @@ from marsjax.decoding.sampling import MIN_TEMPERATURE
 from marsjax.text.chat import render_prompt
 
 MAX_SEED = 2**32
+MAX_TEMPERATURE = 1e6  # all but uniform already
 
 
 def split_batch(prompts: Any) -> tuple[list[Any], bool]:
@@ -33,28 +34,26 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, *, raw: bool) -> li
     """Token ids of one prompt; texts go through the chat template unless `raw` or there is none."""
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
+    if not isinstance(prompt, str | Sequence):
+        raise TypeError(f"a prompt must be a text, token ids or messages, got {type(prompt).__name__}")
     is_messages = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if (isinstance(prompt, str) or is_messages) and tokenizer is None:
         raise ValueError("this generator has no tokenizer; give the prompt as token ids")
     if is_messages:
         if raw:
             raise ValueError("raw=True takes plain text or ids, not messages")
-        return render_prompt(tokenizer, prompt)
+        return _checked_ids(render_prompt(tokenizer, prompt), vocab_size)
     if isinstance(prompt, str):
         if raw or not tokenizer.chat_template:
             # With the special tokens its tokenizer puts around plain text, such as Llama 3's start token.
             ids = list(tokenizer(prompt)["input_ids"])
         else:
             ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-        if not ids:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        return ids
+        return _checked_ids(ids, vocab_size)
     return _checked_ids(prompt, vocab_size)
 
 
-def _checked_ids(ids: Any, vocab_size: int) -> list[int]:
-    if not isinstance(ids, Sequence):
-        raise TypeError(f"a prompt must be a text, token ids or messages, got {type(ids).__name__}")
+def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
     if not ids:
         raise ValueError("the prompt is empty; it needs at least one token")
     for i, token in enumerate(ids):
@@ -99,10 +98,11 @@ def check_options(
 
 def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: np.ndarray, max_positions: int) -> None:
     for row, (ids, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-        if len(ids) + limit > max_positions:
+        needed = len(ids) + int(limit)
+        if needed > max_positions:
             raise ValueError(
-                f"prompt {row} has {len(ids)} tokens; with max_new_tokens={limit} that makes {len(ids) + limit}, but "
-                f"the model has {max_positions} positions: shorten the prompt or the limit"
+                f"prompt {row} has {len(ids)} tokens; with max_new_tokens={limit} that makes {needed}, but the model has "
+                f"{max_positions} positions: shorten the prompt or the limit"
             )
 
 
@@ -183,7 +183,7 @@ def _int(name: str, value: Any, low: int, allowed: str) -> int:
 
 
 def _positive_int(name: str, value: Any) -> int:
-    return _int(name, value, 1, "an integer of at least 1")
+    return min(_int(name, value, 1, "an integer of at least 1"), 2**62)  # no model has that many positions
 
 
 def _top_k(name: str, value: Any) -> int:
@@ -198,8 +198,10 @@ def _seed(name: str, value: Any) -> int:
 
 def _temperature(name: str, value: Any) -> float:
     value = _number(name, value)
-    if value != 0 and value < MIN_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {value:g}")
+    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 (greedy) or in {MIN_TEMPERATURE:g}..{MAX_TEMPERATURE:g}, got {value:g}"
+        )
     return value
 
 

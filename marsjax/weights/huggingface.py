@@ -1,6 +1,7 @@
 """Hugging Face directories and hub ids, opened."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from marsjax.weights.safetensors_files import open_directory as open_tensors
 from marsjax.weights.tensors import CheckpointError, Source
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*", "*.model")
+WITHOUT_WEIGHTS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*", "*.model")
+DOWNLOADED = ("*.safetensors", *WITHOUT_WEIGHTS)
 
 
 def open_directory(directory: Path) -> Source:
@@ -21,19 +23,22 @@ def open_directory(directory: Path) -> Source:
     return Source(
         where=str(directory),
         tensors=tensors,
-        tokenizer=_read_tokenizer(directory),
+        tokenizer=read_tokenizer(directory),
         hf_config=_read_json(directory / "config.json"),
         hf_generation=_read_json(generation) if generation.is_file() else {},
     )
 
 
-def download(hub_id: str) -> Path:
-    """The local copy of a hub repository's safetensors, configs and tokenizer, fetched where it is not cached yet."""
+def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
+    """The local copy of a hub repository's safetensors, configs and tokenizer, fetched where it is not cached yet.
+
+    `files` WITHOUT_WEIGHTS leaves the safetensors out.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(DOWNLOADED)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         # "Not found" and "no access" are HTTP errors with a response; everything else is the way there.
         response = getattr(error, "response", None)
@@ -57,7 +62,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_tokenizer(directory: Path) -> Any:
+def read_tokenizer(directory: Path) -> Any:
+    """The directory's tokenizer, as its own files describe it; None if it holds none. Raises CheckpointError."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
     Everything is written beside `directory` and renamed at the end, so a crash leaves the old export or none. Weights
     of an earlier export are removed, files that do not belong to an export stay. Memory beside the model: one tensor.
     """
-    target = Path(directory).expanduser()
+    target = Path(directory).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; choose another directory to export to")
     held = pretrained.model.embed_table.embedding[...].dtype
@@ -134,11 +135,15 @@ def _replace(target: Path, work: Path) -> None:
     shutil.rmtree(old)
 
 
+_EXPORTED = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|tokenizer\.model|chat_template\.(jinja|json)"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
+
+
 def _is_export_file(name: str) -> bool:
-    exported = ("config.json", "generation_config.json", "tokenizer", "special_tokens_map.json", "chat_template",
-                "added_tokens.json", "vocab.json", "merges.txt")  # fmt: skip
-    weights = name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
-    return weights or name.startswith(exported)
+    return _EXPORTED.fullmatch(name) is not None
 
 
 def _umask() -> int:

@@ -171,3 +171,20 @@ def test_host_memory_beside_the_model(subprocess_python, tmp_path):
     )
     size, extra = map(int, out.split())
     assert extra < 1.35 * size, (size, extra)
+
+
+def test_files_of_the_user_stay_and_links_are_followed(tmp_path):
+    """Only what an export consists of is replaced; a link to a directory stays a link."""
+    pretrained = load(GOLDEN / "qwen3")
+    real = save(pretrained, tmp_path / "real")
+    mine = ("tokenizer_notes.txt", "config.json.bak", "modelA.safetensors")
+    for name in mine:
+        (real / name).write_text("mine")
+    stale = real / "model-00001-of-00002.safetensors"
+    stale.write_text("stale")
+    (tmp_path / "link").symlink_to("real")
+    save(pretrained, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert [name for name in mine if (real / name).read_text() == "mine"] == list(mine)
+    assert not stale.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
