@@ -101,8 +101,8 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: np.ndarray, 
         needed = len(ids) + int(limit)
         if needed > max_positions:
             raise ValueError(
-                f"prompt {row} has {len(ids)} tokens; with max_new_tokens={limit} that makes {needed}, but the model has "
-                f"{max_positions} positions: shorten the prompt or the limit"
+                f"prompt {row} has {len(ids)} tokens; with max_new_tokens={limit} that makes {needed}, but the model "
+                f"has {max_positions} positions: shorten the prompt or the limit"
             )
 
 
