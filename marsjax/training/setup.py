@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from marsjax.data.batch import BatchFormat
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
@@ -19,7 +20,7 @@ from marsjax.training.config import ConfigError, ModelSection, TrainConfig
 from marsjax.training.evaluate import held_out_prompts
 from marsjax.training.objectives import Forward, mars, sft
 from marsjax.training.step import Objective
-from marsjax.weights import GenerationDefaults, Pretrained, load
+from marsjax.weights import GenerationDefaults, Pretrained, huggingface, load
 
 
 def check_platform(wanted: str | None) -> str:
@@ -70,7 +71,12 @@ def _tokenizer(name: str) -> PreTrainedTokenizerFast:
         from marsjax.data.demo_tokenizer import demo_tokenizer
 
         return demo_tokenizer()
-    return cast(PreTrainedTokenizerFast, AutoTokenizer.from_pretrained(name))
+    path = Path(name).expanduser()
+    directory = path if path.is_dir() else huggingface.download(name, huggingface.WITHOUT_WEIGHTS)
+    tokenizer = huggingface.read_tokenizer(directory)
+    if tokenizer is None:
+        raise ConfigError(f"model.tokenizer={name} holds none of {', '.join(huggingface.TOKENIZER_FILES)}")
+    return cast(PreTrainedTokenizerFast, tokenizer)
 
 
 @dataclasses.dataclass

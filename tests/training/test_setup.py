@@ -8,7 +8,7 @@ import pytest
 from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.text.chat import render_prompt
 from marsjax.training import ConfigError, load_config
-from marsjax.training.setup import load_data
+from marsjax.training.setup import _tokenizer, load_data
 from marsjax.weights import GenerationDefaults, Pretrained
 
 
@@ -60,3 +60,17 @@ def test_prompts_to_decode_must_exist(load):
     answers = [{"role": "assistant", "content": "Unasked."}]
     with pytest.raises(ConfigError, match=r"decode_prompts=2: .*no prompt before an assistant"):
         load([answers, answers, conversation("Is it?")])
+
+
+def test_a_directorys_tokenizer_is_its_own(tmp_path):
+    """Beside a qwen2 configuration, AutoTokenizer would split and number the text as Qwen's does."""
+    tokenizer = demo_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    read = _tokenizer(str(tmp_path / "own"))
+    text = "<|im_start|>user\nWhat is 12 + 345?<|im_end|>"
+    assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert read.get_vocab() == tokenizer.get_vocab()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match="none holds none of"):
+        _tokenizer(str(tmp_path / "none"))
