@@ -63,16 +63,17 @@ class Checkpoints:
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
         """(state, host notes) of the newest readable step, or of the one asked for; None if there is none at all.
 
+        `like` is a state, or `abstract` of one, which leaves room for what is read.
         A step that cannot be read is skipped with a warning that names it. If there are steps and none can be read,
         RuntimeError lists why: starting anew would overwrite them.
         """
-        abstract = jax.tree.map(_abstract, like._asdict())
+        wanted = abstract(like)._asdict()
         candidates = self.steps()[::-1] if step is None else [step]
         failures = []
         for candidate in candidates:
             try:
                 path = self.directory / str(candidate)
-                found = ocp.load(path, abstract)
+                found = ocp.load(path, wanted)
                 host = json.loads(ocp.metadata(path).custom_metadata[HOST])
             except Exception as error:  # orbax raises many types for missing and truncated files
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -90,5 +91,6 @@ class Checkpoints:
         return None
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def abstract(state: TrainState) -> TrainState:
+    """Its shapes, dtypes and shardings, without its arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

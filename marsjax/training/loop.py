@@ -1,5 +1,6 @@
 """The training loop."""
 
+import gc
 import math
 import time
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import yaml
 from marsjax.models import Decoder
 from marsjax.training import evaluate as held_out
 from marsjax.training import setup
-from marsjax.training.checkpoints import Checkpoints
+from marsjax.training.checkpoints import Checkpoints, abstract
 from marsjax.training.config import ConfigError, TrainConfig, differences
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
 from marsjax.training.objectives import check_aligned, needed_noisy_length
@@ -102,6 +103,7 @@ class _Run:
         )
         self.state = new_state(pretrained.model, optimizer, config.compute.seed)
         pretrained.model = None  # type: ignore[assignment]  # its arrays are the state's now, and will be donated
+        self.compiled: set[int | None] = set()
         self.progress = _Progress()
         self.checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep)
         self._resume()
@@ -111,11 +113,20 @@ class _Run:
         (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
 
     def _resume(self) -> None:
-        restored = self.checkpoints.restore(self.state)
-        if restored is not None:
-            self.state, host = restored
+        if self.checkpoints.steps():
+            host = self._read()
             self.data.batches.restore(host["data"])
             self.progress = _Progress(**host["progress"])
+
+    def _read(self, step: int | None = None) -> dict[str, Any]:
+        """Puts a checkpoint in the state's place; the old state goes first, so that memory never holds two."""
+        like = abstract(self.state)
+        del self.state
+        gc.collect()  # modules refer to themselves, so those given up may still hold arrays
+        restored = self.checkpoints.restore(like, step)
+        assert restored is not None
+        self.state, host = restored
+        return host
 
     def go(self) -> TrainResult:
         began, before = time.perf_counter(), self.progress.seconds
@@ -138,11 +149,10 @@ class _Run:
                     self._save()
                 pending.clock.skip(paused)
             reporter.step(step)
+        done = int(self.state.step)
         export = self._export() if last == self.steps else None
         seconds = before + time.perf_counter() - began
-        return TrainResult(
-            self.directory, export, int(self.state.step), self.progress.best, self.progress.final, seconds
-        )
+        return TrainResult(self.directory, export, done, self.progress.best, self.progress.final, seconds)
 
     def _advance(self, clock: Clock) -> dict[str, Any]:
         batch = next(self.data.batches)
@@ -151,10 +161,11 @@ class _Run:
             if self.config.compute.attention == "blocks":
                 check_aligned(batch, self.block_size)
             noisy_length = needed_noisy_length(batch, self.block_size)
-        since, compiled = time.perf_counter(), self.train_step._cache_size()  # type: ignore[attr-defined]
+        since = time.perf_counter()
         batch = split_microbatches(batch, self.config.data.accumulation)
         self.state, metrics = self.train_step(self.state, batch, noisy_length)
-        if self.train_step._cache_size() != compiled:  # type: ignore[attr-defined]
+        if noisy_length not in self.compiled:  # each has a program of its own
+            self.compiled.add(noisy_length)
             clock.skip(since)
         return metrics
 
@@ -206,16 +217,14 @@ class _Run:
         return Pretrained(model, given.tokenizer, generation, given.mask_id, hf_config)
 
     def _export(self) -> Path | None:
-        which, state = self.config.output.export, self.state
+        which = self.config.output.export
         if which == "none":
             return None
         best = self.progress.best
-        if which == "best" and best is not None and best["step"] != int(state.step):
-            restored = self.checkpoints.restore(state, best["step"])
-            assert restored is not None
-            state = restored[0]
+        if which == "best" and best is not None and best["step"] != int(self.state.step):
+            self._read(best["step"])
         path = save(
-            self._as_pretrained(rebuild(self.model_config, state.params)),
+            self._as_pretrained(rebuild(self.model_config, self.state.params)),
             self.directory / "export",
             dtype=self.config.output.export_dtype,
         )
