@@ -19,7 +19,7 @@ def state(step):
 
 def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             assert x.dtype == y.dtype
             x, y = jax.random.key_data(x), jax.random.key_data(y)

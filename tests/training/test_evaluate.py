@@ -48,7 +48,7 @@ def reference(tiny, batch, block_size):
 
 
 def expected_of(triples):
-    loss, hit, confidence = (np.array(x, float) for x in zip(*triples, strict=False))
+    loss, hit, confidence = (np.array(x, float) for x in zip(*triples, strict=True))
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = [abs((hit - confidence)[bins == b].sum()) for b in range(BINS)]
     return {"count": len(hit), "accuracy": hit.mean(), "confidence": confidence.mean(),

@@ -50,7 +50,7 @@ def test_gradients_equal_the_unchunked(arrays):
 
     gradient = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2)
     whole, parts = gradient(*arrays[:2], 2**30), gradient(*arrays[:2], 2 * 4 * N * V)
-    for a, b in zip(whole, parts, strict=False):
+    for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 

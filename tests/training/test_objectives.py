@@ -52,7 +52,7 @@ def test_published_losses(make, tiny, losses, case, normalisation):
     case = json.loads((make.cases / "loss_cases.json").read_text())[case]
     rows = [
         [(t, next(i for i, x in enumerate(y) if x != -100))]
-        for t, y in zip(case["tokens"], case["labels"], strict=False)
+        for t, y in zip(case["tokens"], case["labels"], strict=True)
     ]
     batch = make.batch(rows, length=len(case["tokens"][0]), block_size=case["block_size"], normalisation=normalisation)
     sums = losses(tiny.params, batch, block_size=case["block_size"])
@@ -90,7 +90,7 @@ def test_published_logits(make, tiny):
     for case in json.loads((make.cases / "loss_cases.json").read_text()):
         rows = [
             [(t, next(i for i, x in enumerate(y) if x != -100))]
-            for t, y in zip(case["tokens"], case["labels"], strict=False)
+            for t, y in zip(case["tokens"], case["labels"], strict=True)
         ]
         batch = make.batch(rows, length=len(case["tokens"][0]), block_size=case["block_size"])
         clean, noisy = jax.jit(lambda b, size=case["block_size"]: _two_stream_logits(tiny, b, size))(batch)
@@ -116,7 +116,7 @@ def brute_force(causal_logits, documents, block_size):
     sums = {(d, kind): 0.0 for d in range(len(documents)) for kind in ("ar", "mask")}
     counts = [0] * len(documents)
     logits = np.asarray(causal_logits(np.array(inputs, np.int32)), np.float64)
-    for row, (d, kind, t, target) in zip(logits[:, :, :], wanted, strict=False):
+    for row, (d, kind, t, target) in zip(logits[:, :, :], wanted, strict=True):
         line = row[t]
         sums[d, kind] += np.log(np.exp(line - line.max()).sum()) + line.max() - line[target]
         counts[d] += kind == "ar"
@@ -167,7 +167,7 @@ def test_nothing_crosses_documents(make, tiny):
     run = jax.jit(lambda x: _two_stream_logits(tiny, x, 4))
     one = run(make.batch([[a, b, c]], length=24, block_size=4))
     two = run(make.batch([[other[0], b, other[1]]], length=24, block_size=4))
-    for x, y in zip(one, two, strict=False):
+    for x, y in zip(one, two, strict=True):
         assert np.array_equal(x[0, 8:15], y[0, 8:15])
         assert not np.array_equal(x[0, :6], y[0, :6])
 
@@ -182,7 +182,7 @@ def test_gradients_of_the_paths_agree(make, tiny, losses):
     reference = gradient(tiny.params, attention="dense")
     for options in ({}, {"noisy_length": needed_noisy_length(batch, 4), "unroll": True}):
         for want, got in zip(
-            jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options)), strict=False
+            jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options)), strict=True
         ):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 

@@ -79,7 +79,7 @@ def test_three_steps_equal_numpy(tiny, make, trainer):
         np.testing.assert_allclose(metrics["learning_rate"], rate, rtol=1e-6)
     assert int(state.step) == 3
     # Adam divides by the root of tiny squares where gradients are near 0; a per mille of one update is allowed.
-    for path, want, got in zip(paths, flat, jax.tree.leaves(state.params), strict=False):
+    for path, want, got in zip(paths, flat, jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5, err_msg=path)
 
 
@@ -94,12 +94,12 @@ def test_accumulation_changes_nothing(tiny, make, trainer, normalisation):
     rows = [make.documents(seed, [5 + 2 * seed]) for seed in range(4)]  # counts differ: a mean of means would be wrong
     batch = make.batch(rows, length=12, block_size=4, normalisation=normalisation)
     states, metrics = zip(
-        *(step(fresh(tiny, optimizer), split_microbatches(batch, a), None) for a in (1, 4)), strict=False
+        *(step(fresh(tiny, optimizer), split_microbatches(batch, a), None) for a in (1, 4)), strict=True
     )
     for name in ("loss", "loss_ar", "loss_mask", "gradient_norm", "supervised", "tokens"):
         np.testing.assert_allclose(metrics[1][name], metrics[0][name], rtol=1e-5, err_msg=name)
     moments = [jax.tree.leaves(s.opt_state) for s in states]
-    for a, b in zip(*moments, strict=False):
+    for a, b in zip(*moments, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-6)
 
 
@@ -125,5 +125,5 @@ def test_rebuild_is_the_inverse_of_pure_dict(tiny):
         layers = again["layers"]
         if unroll:
             layers = jax.tree.map(lambda *x: jnp.stack(x), *(layers[i] for i in range(tiny.config.num_layers)))
-        for a, b in zip(jax.tree.leaves(tiny.params["layers"]), jax.tree.leaves(layers), strict=False):
+        for a, b in zip(jax.tree.leaves(tiny.params["layers"]), jax.tree.leaves(layers), strict=True):
             assert np.array_equal(a, b)
