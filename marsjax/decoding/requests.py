@@ -36,21 +36,20 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, *, raw: bool) -> li
         prompt = prompt.tolist()
     if not isinstance(prompt, str | Sequence):
         raise TypeError(f"a prompt must be a text, token ids or messages, got {type(prompt).__name__}")
-    is_messages = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if (isinstance(prompt, str) or is_messages) and tokenizer is None:
+    is_text = isinstance(prompt, str)
+    is_messages = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if not (is_text or is_messages):
+        return _checked_ids(prompt, vocab_size)
+    if tokenizer is None:
         raise ValueError("this generator has no tokenizer; give the prompt as token ids")
-    if is_messages:
-        if raw:
-            raise ValueError("raw=True takes plain text or ids, not messages")
-        return _checked_ids(render_prompt(tokenizer, prompt), vocab_size)
-    if isinstance(prompt, str):
-        if raw or not tokenizer.chat_template:
-            # With the special tokens its tokenizer puts around plain text, such as Llama 3's start token.
-            ids = list(tokenizer(prompt)["input_ids"])
-        else:
-            ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
-        return _checked_ids(ids, vocab_size)
-    return _checked_ids(prompt, vocab_size)
+    if is_messages and raw:
+        raise ValueError("raw=True takes plain text or ids, not messages")
+    if is_text and (raw or not tokenizer.chat_template):
+        # With the special tokens its tokenizer puts around plain text, such as Llama 3's start token.
+        ids = list(tokenizer(prompt)["input_ids"])
+    else:
+        ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}] if is_text else list(prompt))
+    return _checked_ids(ids, vocab_size)
 
 
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
