@@ -48,7 +48,8 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, *, raw: bool) -> li
         # With the special tokens its tokenizer puts around plain text, such as Llama 3's start token.
         ids = list(tokenizer(prompt)["input_ids"])
     else:
-        ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}] if is_text else list(prompt))
+        messages: Any = [{"role": "user", "content": prompt}] if is_text else prompt
+        ids = render_prompt(tokenizer, messages)
     return _checked_ids(ids, vocab_size)
 
 
