@@ -129,38 +129,15 @@ def advance(
 def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, state: State) -> State:
     """One forward for every row that has not ended.
 
-    Where none of them has more than one pending token (always at τ = 1) the slots of longer runs are not fed: W - 1
-    fewer, which matters where arithmetic and not memory bounds a step.
-
     Needs T ≥ cursor + P and T ≥ length + W in every row that has not ended, which holds when T ≥ limit + W - 1.
     """
-    if plan.pending == 1:
-        return _step(network, plan, params, controls, state)
-    ended = state.done | controls.halted
-    short = ((state.length - state.cursor <= 1) | ended).all()
-    return jax.lax.cond(
-        short,
-        lambda state: _step(network, plan.with_pending(1), params, controls, state),
-        lambda state: _step(network, plan, params, controls, state),
-        state,
-    )
-
-
-def _step(network: Network, plan: SlotPlan, params: Any, controls: Controls, state: State) -> State:
     active = ~(state.done | controls.halted)
     pending = state.length - state.cursor
 
+    hidden, slots = _forward(network, plan, params, controls, state, pending, active)
     positions = state.length[:, None] - 1 + plan.depth
-    known = jnp.take_along_axis(state.tokens, jnp.maximum(positions, 0), 1, mode="clip")
-    tokens = jnp.where(plan.is_mask, controls.mask_id, known)
-    # The pending run is right-aligned: nobody sees the slots before it.
-    unused = jnp.arange(plan.size) < (plan.pending - pending)[:, None]
-    sees = jnp.asarray(plan.sees) & ~unused[:, None, :]
-    attend = attend_cache_and_slots(state.cursor, sees)
-    hidden, slots = network.forward(params, tokens, jnp.maximum(positions, 0), attend, state.cache)
-
     heads = jnp.asarray(plan.heads)
-    logits = jnp.where(controls.allowed, network.unembed(params, hidden[:, heads]), -jnp.inf)
+    logits = jnp.where(controls.allowed, network.unembed(params, hidden), -jnp.inf)
     chosen = sampling.choose(
         logits,
         positions[:, heads] + 1,
@@ -195,3 +172,31 @@ def _step(network: Network, plan: SlotPlan, params: Any, controls: Controls, sta
         stopped=state.stopped | (active & stops),
         cache=commit(state.cache, slots, plan.pending - pending, plan.pending, state.cursor, writes),
     )
+
+
+def _forward(network: Network, plan: SlotPlan, params, controls: Controls, state: State, pending, active):
+    """(hidden rows of `plan.heads` [N, W, ...], all slots' keys and values).
+
+    Where no row has more than one pending token (always at τ = 1) the slots of longer runs are not fed: P - 1 fewer,
+    which matters where arithmetic and not memory bounds a step.
+    """
+
+    def run(plan: SlotPlan):
+        positions = state.length[:, None] - 1 + plan.depth
+        known = jnp.take_along_axis(state.tokens, jnp.maximum(positions, 0), 1, mode="clip")
+        tokens = jnp.where(plan.is_mask, controls.mask_id, known)
+        # The pending run is right-aligned: nobody sees the slots before it.
+        unused = jnp.arange(plan.size) < (plan.pending - pending)[:, None]
+        sees = jnp.asarray(plan.sees) & ~unused[:, None, :]
+        attend = attend_cache_and_slots(state.cursor, sees)
+        hidden, slots = network.forward(params, tokens, jnp.maximum(positions, 0), attend, state.cache)
+        return hidden[:, jnp.asarray(plan.heads)], slots
+
+    def run_short():
+        hidden, slots = run(plan.with_pending(1))
+        pad = ((0, 0), (0, 0), (plan.pending - 1, 0), (0, 0))
+        return hidden, jax.tree.map(lambda x: jnp.pad(x, pad), slots)
+
+    if plan.pending == 1:
+        return run(plan)
+    return jax.lax.cond(((pending <= 1) | ~active).all(), run_short, lambda: run(plan))
