@@ -1,5 +1,6 @@
 """The notebook runs from its first cell to its last, and shows what it says it shows."""
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -31,7 +32,7 @@ def executed(tmp_path_factory):
         "TMPDIR": str(directory), "IPYTHONDIR": str(directory), "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }  # fmt: skip
     client = nbclient.NotebookClient(
-        notebook, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(PATH.parent)}}
+        notebook, kernel_name="python3", timeout=900, resources={"metadata": {"path": str(PATH.parent)}}
     )
     client.execute(env={**os.environ, **environment})
     return notebook.cells
@@ -86,3 +87,15 @@ def test_pip_may_not_replace_jax(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError):
         exec(cell.source, {})
     assert asked[-1][-1] == str(PATH.parents[1])
+
+
+def test_the_settings_for_larger_models_are_settings():
+    from marsjax.demo import assets
+    from marsjax.training import load_config
+
+    (cell,) = (cell for cell in nbformat.read(PATH, as_version=4).cells if "large = [" in cell.source)
+    assigned = next(n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Assign))
+    large = ast.literal_eval(assigned.value)
+    config = load_config(assets() / "demo_mars.yaml", ["model.source=a/b", "output.directory=c", *large])
+    assert config.objective.ar_weight == 1
+    assert config.compute.remat
