@@ -50,16 +50,26 @@ def single_stream_rows(positions, segments) -> Rows:
     return Rows(CLEAN + 0 * positions, positions, 0 * positions, segments)
 
 
+def stream_rows(stream: int, positions, segments, block_size: int) -> Rows:
+    """Rows of one stream of MARS training, CLEAN or NOISY. positions, segments [N, L]."""
+    return Rows(stream + 0 * positions, positions, positions // block_size, segments)
+
+
+def joined(first: Rows, second: Rows, xp: Any = np) -> Rows:
+    """`[first | second]`, one behind the other in each sequence."""
+    return Rows(*(xp.concatenate(fields, axis=-1) for fields in zip(first, second, strict=True)))
+
+
 def two_stream_rows(positions, segments, block_size: int, xp: Any = np) -> Rows:
     """Rows of `[clean | noisy]`, each [N, 2L], from positions and segments [N, L]."""
-    stream = xp.concatenate([CLEAN + 0 * positions, NOISY + 0 * positions], axis=-1)
-    position = xp.concatenate([positions, positions], axis=-1)
-    segment = xp.concatenate([segments, segments], axis=-1)
-    return Rows(stream, position, position // block_size, segment)
+    clean, noisy = (stream_rows(stream, positions, segments, block_size) for stream in (CLEAN, NOISY))
+    return joined(clean, noisy, xp)
 
 
-def dense_mask(rule, rows: Rows):
-    """The [N, Q, Q] boolean array of a rule, for dense attention on short sequences and for tests."""
-    query = Rows(*(field[..., :, None] for field in rows))
-    key = Rows(*(field[..., None, :] for field in rows))
-    return rule(query, key)
+def dense_mask(rule, query: Rows, key: Rows | None = None):
+    """The [N, Q, T] boolean array of a rule, for dense attention on short sequences and for tests.
+
+    Fields of `query` are [N, Q], of `key` [N, T]; without `key` the rows attend to themselves.
+    """
+    key = query if key is None else key
+    return rule(Rows(*(f[..., :, None] for f in query)), Rows(*(f[..., None, :] for f in key)))

@@ -1,7 +1,7 @@
 """The decode step: slots → one forward against a read-only cache → accept → commit.
 
-`prefill` and `advance` are the only compiled programs: one each per (network, plan, rows, cache length). Everything a
-request can ask for is data in `Controls`.
+`start`, `prefill` and `advance` are the only compiled programs: one each per (network, plan, rows, cache length).
+Everything a request can ask for is data in `Controls`.
 """
 
 import dataclasses
@@ -57,7 +57,6 @@ class State:
     cursor: jax.Array  # [N] int32, tokens whose keys and values are committed; length - cursor are pending
     forwards: jax.Array  # [N] int32, forwards of the row so far, prefill apart
     done: jax.Array  # [N] bool, ended by an end token or its limit
-    stopped: jax.Array  # [N] bool, ended by an end token
     cache: list[LayerCache]  # L × [N, K, T, h]
 
 
@@ -68,15 +67,14 @@ def start(network: Network, tokens: jax.Array, length: jax.Array) -> State:
     It shares no buffer with the arguments, so that donating it takes nothing from the caller.
     """
     rows, capacity = tokens.shape
-    zeros, no = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
+    zeros = jnp.zeros(rows, jnp.int32)
     return State(
         tokens=jnp.copy(tokens),
         emitted_by=jnp.zeros_like(tokens),
         length=jnp.copy(length),
         cursor=zeros,
         forwards=zeros,
-        done=no,
-        stopped=no,
+        done=jnp.zeros(rows, bool),
         cache=network.empty_cache(rows, capacity),
     )
 
@@ -135,12 +133,10 @@ def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, stat
     pending = state.length - state.cursor
 
     hidden, slots = _forward(network, plan, params, controls, state, pending, active)
-    positions = state.length[:, None] - 1 + plan.depth
-    heads = jnp.asarray(plan.heads)
     logits = jnp.where(controls.allowed, network.unembed(params, hidden), -jnp.inf)
     chosen = sampling.choose(
         logits,
-        positions[:, heads] + 1,
+        state.length[:, None] + plan.depth[list(plan.heads)],
         temperature=controls.temperature,
         top_k=controls.top_k,
         top_p=controls.top_p,
@@ -169,7 +165,6 @@ def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, stat
         cursor=state.cursor + jnp.where(active, pending, 0),
         forwards=forwards,
         done=state.done | (active & (stops | (length >= controls.limit))),
-        stopped=state.stopped | (active & stops),
         cache=commit(state.cache, slots, plan.pending - pending, plan.pending, state.cursor, writes),
     )
 

@@ -78,13 +78,12 @@ def _table(report: dict[str, Any]) -> str:
 
 def _curve(report: dict[str, Any]) -> str:
     """The speed-quality curve as inline SVG."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # not pyplot, whose choice of backend is the caller's
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "marsjax"}):
-        figure, axes = pyplot.subplots(figsize=(8.5, 4.2), layout="constrained")
+    with rc_context({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "marsjax"}):
+        figure = Figure(figsize=(8.5, 4.2), layout="constrained")
+        axes = figure.subplots()
         axes.axhline(100 * report["ar"]["accuracy"], color="#999", linewidth=1, linestyle="--")
         axes.annotate(
             "before MARS, one token at a time", (1.0, 100 * report["ar"]["accuracy"]), color="#555",
@@ -109,5 +108,5 @@ def _curve(report: dict[str, Any]) -> str:
         axes.legend(frameon=False, loc="lower left")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :]

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from marsjax.data.problems import Problem, is_correct, number_spans
@@ -38,12 +39,12 @@ def score(
     seconds = sum(r.seconds for r in results[::batch_size])  # a batch's results share its time
     phrases, numbers = _by_kind(tokenizer, problems, results)
     return {
-        "accuracy": _mean(is_correct(p, r.text or "") for p, r in zip(problems, results, strict=True)),
+        "accuracy": fmean(is_correct(p, r.text or "") for p, r in zip(problems, results, strict=True)),
         "tokens_per_forward": tokens / sum(r.forwards for r in results),
         "tokens_per_forward_phrases": phrases,
         "tokens_per_forward_numbers": numbers,
         "tokens_per_second": tokens / seconds if seconds else None,
-        "identical_to_ar": _mean(a.ids == b.ids for a, b in zip(results, reference, strict=True)),
+        "identical_to_ar": fmean(a.ids == b.ids for a, b in zip(results, reference, strict=True)),
         "problems": len(problems),
     }
 
@@ -67,8 +68,3 @@ def _by_kind(tokenizer, problems: Sequence[Problem], results: Sequence[Result]) 
             position += len(text)
     phrases, numbers = (t / f if f else 0.0 for t, f in zip(tokens, forwards, strict=True))
     return phrases, numbers
-
-
-def _mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values)

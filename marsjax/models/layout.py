@@ -18,6 +18,15 @@ def abstract(
     return nnx.split(model)
 
 
+def from_params(
+    config: ModelConfig, params: dict[str, Any], layout: Layout = "stacked", param_dtype: Any = jnp.float32
+) -> Decoder:
+    """A decoder that holds `params`, the tree `nnx.to_pure_dict` gives of one in this layout. Works under jit."""
+    graphdef, state = abstract(config, layout, param_dtype)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
 def layers_to_list(stacked: Any, num_layers: int) -> list[Any]:
     """A pytree whose leaves lead with the layer axis → one pytree a layer."""
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(num_layers)]
@@ -46,6 +55,4 @@ def _convert(model: Decoder, layout: Layout) -> Decoder:
         params["layers"] = dict(enumerate(layers_to_list(params["layers"], model.config.num_layers)))
     else:
         params["layers"] = layers_to_stack([params["layers"][i] for i in range(model.config.num_layers)])
-    graphdef, state = abstract(model.config, layout)
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    return from_params(model.config, params, layout)

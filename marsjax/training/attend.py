@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from marsjax.attention import dense
 from marsjax.attention.dense import Part, attend_part, group, heads_first, join, ungroup
-from marsjax.attention.masks import Rows, causal, dense_mask, two_stream
+from marsjax.attention.masks import Rows, causal, dense_mask, joined, two_stream
 from marsjax.models.decoder import Attend
 
 Attention = Literal["blocks", "dense"]
@@ -27,7 +27,7 @@ def two_stream_attend(clean: Rows, noisy: Rows, block_size: int, attention: Atte
     every run of `block_size` noisy rows to lie in one block (`marsjax.training.objectives.check_aligned`).
     """
     if attention == "dense":
-        mask = dense_mask(two_stream, Rows(*(jnp.concatenate(f, axis=1) for f in zip(clean, noisy, strict=True))))
+        mask = dense_mask(two_stream, joined(clean, noisy, jnp))
         return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
     if attention != "blocks":
         raise ValueError(f"attention {attention!r} is not one of blocks, dense")
@@ -39,9 +39,9 @@ def two_stream_attend(clean: Rows, noisy: Rows, block_size: int, attention: Atte
         return x.reshape(x.shape[0], padded // block_size, block_size, *x.shape[2:])
 
     clean_mask = dense_mask(causal, clean)
-    prefix_mask = _mask(noisy, clean)
+    prefix_mask = dense_mask(two_stream, noisy, clean)
     own = Rows(*(in_blocks(field) for field in noisy))
-    own_mask = _mask(own, own)
+    own_mask = dense_mask(two_stream, own)
 
     def attend(q, k, v, state):
         kv_heads = k.shape[2]
@@ -64,7 +64,3 @@ def _rows_of_blocks(x: jax.Array, block_size: int, noisy_length: int) -> jax.Arr
     x = jnp.moveaxis(x.reshape(n, blocks, kv_heads, rows // block_size, block_size, width), 1, 3)
     x = x.reshape(n, kv_heads, rows // block_size, blocks * block_size, width)[..., :noisy_length, :]
     return x.reshape(n, kv_heads, -1, width)
-
-
-def _mask(query: Rows, key: Rows) -> jax.Array:
-    return two_stream(Rows(*(f[..., :, None] for f in query)), Rows(*(f[..., None, :] for f in key)))

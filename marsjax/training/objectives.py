@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marsjax.attention.masks import CLEAN, NOISY, Rows, single_stream_rows
+from marsjax.attention.masks import CLEAN, NOISY, single_stream_rows, stream_rows
 from marsjax.models.decoder import Decoder
 from marsjax.training.attend import Attention, causal_attend, two_stream_attend
 from marsjax.training.losses import DEFAULT_CHUNK_BYTES, RowScores, score_rows
@@ -113,10 +113,9 @@ def score_two_streams(
     def take(x):
         return jnp.take_along_axis(x, rows, axis=1)
 
-    clean_stream = jnp.full_like(batch.positions, CLEAN)
-    clean = Rows(clean_stream, batch.positions, batch.positions // block_size, batch.segments)
     position = take(batch.positions)
-    noisy = Rows(jnp.full_like(rows, NOISY), position, position // block_size, take(batch.segments))
+    clean = stream_rows(CLEAN, batch.positions, batch.segments, block_size)
+    noisy = stream_rows(NOISY, position, take(batch.segments), block_size)
     hidden, _ = model(
         jnp.concatenate([batch.tokens, take(batch.noisy)], axis=1),
         positions=jnp.concatenate([batch.positions, position], axis=1),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from marsjax.models import Decoder, ModelConfig, abstract
-from marsjax.models.layout import layers_to_list
+from marsjax.models import Decoder, ModelConfig
+from marsjax.models.layout import from_params, layers_to_list
 
 Params = dict[str, Any]  # nested dict of arrays, layers stacked: the tree of nnx.to_pure_dict
 
@@ -34,9 +34,7 @@ def rebuild(config: ModelConfig, params: Params, *, unroll: bool = False) -> Dec
     """The decoder of `params`; works under jit. `unroll` gives the list layout, whose layers are not scanned."""
     if unroll:
         params = {**params, "layers": dict(enumerate(layers_to_list(params["layers"], config.num_layers)))}
-    graphdef, state = abstract(config, "list" if unroll else "stacked")
-    nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graphdef, state)
+    return from_params(config, params, "list" if unroll else "stacked")
 
 
 def copy_as_list(config: ModelConfig, params: Params, dtype: Any) -> Decoder:
@@ -45,6 +43,4 @@ def copy_as_list(config: ModelConfig, params: Params, dtype: Any) -> Decoder:
     own["layers"] = {
         i: jax.tree.map(lambda x, i=i: jnp.array(x[i], dtype), params["layers"]) for i in range(config.num_layers)
     }
-    graphdef, state = abstract(config, "list", dtype)
-    nnx.replace_by_pure_dict(state, own)
-    return nnx.merge(graphdef, state)
+    return from_params(config, own, "list", dtype)
