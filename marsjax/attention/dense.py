@@ -12,6 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+# A finite floor, not -inf: rows that see nothing must not make NaN, forward or backward.
+_FLOOR = float(jnp.finfo(jnp.float32).min)
+
 
 class Part(NamedTuple):
     """Attention to some of the keys, in float32: an unnormalised mixture, its weight, and the highest score."""
@@ -31,7 +34,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     Returns:
       [N, Q, H, h] in q's dtype.
     """
-    part = attend_part(group(q, k.shape[2]), heads_first(k), heads_first(v), mask)
+    part = attend_part(group(q, k.shape[2]), (heads_first(k), heads_first(v), mask))
     return ungroup(join(part), q.shape[1]).astype(q.dtype)
 
 
@@ -54,24 +57,40 @@ def ungroup(mixed: jax.Array, queries: int) -> jax.Array:
     return mixed.reshape(*lead, queries, -1, head_dim)
 
 
-def attend_part(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Part:
-    """Attention of q [..., K, G*Q, h] to the keys k, v [..., K, T, h] that `mask` [..., Q, T] allows."""
-    scores = jnp.einsum("...qh,...th->...qt", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    *lead, rows, keys = scores.shape
-    by_query = scores.reshape(*lead, rows // mask.shape[-2], *mask.shape[-2:])
-    mask = mask[..., None, None, :, :]
-    # A finite floor, not -inf: rows that see nothing must not make NaN, forward or backward.
-    by_query = jnp.where(mask, by_query, jnp.finfo(jnp.float32).min)
-    top = jax.lax.stop_gradient(by_query.max(-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(by_query - top), 0.0).reshape(*lead, rows, keys)
-    mixed = jnp.einsum("...qt,...th->...qh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return Part(mixed, weights.sum(-1, keepdims=True), top.reshape(*lead, rows, 1))
+def attend_part(q: jax.Array, *sets: tuple[jax.Array, jax.Array, jax.Array]) -> Part:
+    """Attention of q [..., K, G*Q, h] to one or more sets of keys: k, v [..., K, T, h] and `mask` [..., Q, T] of each.
+
+    Sets differ in T. One softmax runs over them all: the part is what it would be of the sets as one.
+    """
+    scores = [_masked(_scores(q, k), mask, _FLOOR) for k, _, mask in sets]
+    top = jax.lax.stop_gradient(reduce(jnp.maximum, (s.max(-1, keepdims=True) for s in scores)))
+    mixed, weight = [], []
+    for s, (_, v, mask) in zip(scores, sets, strict=True):
+        weights = _masked(jnp.exp(s - top), mask, 0.0)
+        mixed.append(jnp.einsum("...qt,...th->...qh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32))
+        weight.append(weights.sum(-1, keepdims=True))
+    return Part(reduce(jnp.add, mixed), reduce(jnp.add, weight), top)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """[..., K, G*Q, T] float32."""
+    return jnp.einsum("...qh,...th->...qt", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+
+
+def _masked(x: jax.Array, mask: jax.Array, floor: float) -> jax.Array:
+    """x [..., K, G*Q, T] where `mask` [..., Q, T] allows (Q = 1: the same for all rows), else `floor`."""
+    *lead, rows, keys = x.shape
+    by_query = x.reshape(*lead, rows // mask.shape[-2], mask.shape[-2], keys)
+    return jnp.where(mask[..., None, None, :, :], by_query, floor).reshape(x.shape)
 
 
 def join(*parts: Part) -> jax.Array:
     """Attention to all the keys of the parts, [..., K, G*Q, h] float32; rows without any key give 0."""
-    top = reduce(jnp.maximum, (part.top for part in parts))
-    scales = [jnp.exp(part.top - top) for part in parts]
-    mixed = sum(part.mixed * scale for part, scale in zip(parts, scales, strict=True))
-    weight = sum(part.weight * scale for part, scale in zip(parts, scales, strict=True))
+    if len(parts) > 1:
+        top = reduce(jnp.maximum, (part.top for part in parts))
+        scales = [jnp.exp(part.top - top) for part in parts]
+        mixed = sum(part.mixed * scale for part, scale in zip(parts, scales, strict=True))
+        weight = sum(part.weight * scale for part, scale in zip(parts, scales, strict=True))
+    else:
+        mixed, weight, _ = parts[0]
     return mixed / jnp.where(weight > 0, weight, 1.0)

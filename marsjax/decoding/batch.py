@@ -45,15 +45,18 @@ class Engine:
         return jax.local_devices()[0]
 
 
-def cache_length(needed: int, chunk: int) -> int:
-    """Bucket for a cache of `needed` entries: 64, 96, 128, 192, 256, 384 ..., and a multiple of the prefill chunk.
+def cache_length(needed: int, chunk_limit: int) -> tuple[int, int]:
+    """(cache length, prompt tokens a forward) for a cache of `needed` entries.
 
-    Two buckets an octave: few programs, and attention reads at most half more than it must.
+    Lengths come in buckets: 64, 96, 128, 192, 256, 384 ..., two an octave, so that there are few programs and attention
+    reads at most half more than it must. Prompts are committed a quarter of that at a time, at most `chunk_limit`: a
+    short prompt in a long chunk would be mostly padding.
     """
     bucket = 64
     while bucket < needed:
         bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket * 4 // 3
-    return -(-bucket // chunk) * chunk
+    chunk = min(chunk_limit, bucket // 4)
+    return -(-bucket // chunk) * chunk, chunk
 
 
 class Batch:
@@ -160,16 +163,17 @@ class Batch:
         engine, lengths = self._engine, self._seen.astype(np.int32)
         # A step may write W entries from one below the limit on.
         needed = int(self._controls.limit.max()) + engine.plan.window - 1
-        tokens = np.zeros((len(lengths), cache_length(needed, engine.prefill_chunk)), np.int32)
+        capacity, chunk = cache_length(needed, engine.prefill_chunk)
+        tokens = np.zeros((len(lengths), capacity), np.int32)
         for row, ids in zip(tokens, self._prompts, strict=True):
             row[: len(ids)] = ids
         # Beside the weights from the start: a state that only arrives there with the first call would compile twice.
         self._state = jax.device_put(start(engine.network, tokens, lengths), engine.device)
         # Without steps to take both programs only get compiled, so that no time below contains it.
-        self._state = prefill(engine.network, engine.prefill_chunk, engine.params, self._state, np.int32(0))
+        self._state = prefill(engine.network, chunk, engine.params, self._state, np.int32(0))
         self._state = jax.block_until_ready(self._advance(np.int32(0)))
         began = time.perf_counter()
-        self._state = prefill(engine.network, engine.prefill_chunk, engine.params, self._state, UNBOUNDED)
+        self._state = prefill(engine.network, chunk, engine.params, self._state, UNBOUNDED)
         jax.block_until_ready(self._state.cursor)
         self.prefill_seconds = time.perf_counter() - began
 

@@ -26,7 +26,7 @@ def empty(layers: int, rows: int, kv_heads: int, length: int, head_dim: int, dty
 def attend_cache_and_slots(cursor: jax.Array, sees: jax.Array):
     """An `attend` for the decoder: every slot sees the committed cache and the slots `sees` allows.
 
-    Two parts, joined (`marsjax.attention.dense`), so that slots need not be written before they are seen.
+    Two sets of keys under one softmax, so that slots need not be written before they are seen.
 
     Args:
       cursor: [N] int32, entries of the cache that are valid.
@@ -40,7 +40,7 @@ def attend_cache_and_slots(cursor: jax.Array, sees: jax.Array):
         slots, kv_heads, length = q.shape[1], k.shape[2], cache.k.shape[2]
         q, k, v = dense.group(q, kv_heads), dense.heads_first(k), dense.heads_first(v)
         committed = jnp.arange(length) < cursor[:, None, None]  # [N, 1, T]: the same for all slots
-        mixed = dense.join(dense.attend_part(q, cache.k, cache.v, committed), dense.attend_part(q, k, v, sees))
+        mixed = dense.join(dense.attend_part(q, (cache.k, cache.v, committed), (k, v, sees)))
         return dense.ungroup(mixed, slots).astype(q.dtype), LayerCache(k, v)
 
     return attend

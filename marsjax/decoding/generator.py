@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,7 +51,7 @@ class Generator:
           forbidden: ids never emitted, taken out of the logits before anything is chosen or measured. None: the mask,
             padding, and what the tokenizer does not know. () reproduces the paper's sampler, which leaves them in.
           dtype: compute dtype, also of the cache.
-          prefill_chunk: prompt tokens a forward; None: 32 on a CPU, 256 elsewhere.
+          prefill_chunk: prompt tokens a forward, at most; None: 32 on a CPU, 256 elsewhere.
           consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
         """
         if hasattr(model, "generation"):
@@ -70,7 +69,7 @@ class Generator:
         ends = tuple(int(i) for i in eos_ids)
         net, params = network.split(model, dtype, consume=consume)
         if prefill_chunk is None:
-            prefill_chunk = 32 if jax.default_backend() == "cpu" else 256
+            prefill_chunk = 32 if net.for_cpu else 256
         self._engine = Engine(
             network=net,
             params=params,

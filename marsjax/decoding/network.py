@@ -1,16 +1,14 @@
 """The decoder as the decode step wants it: weights as a flat tuple, everything else static and hashable."""
 
 import dataclasses
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from marsjax.decoding import cache
+from marsjax.decoding import cache, cpu
 from marsjax.models import Decoder, ModelConfig, to_list
-from marsjax.models.decoder import Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +19,7 @@ class DecoderNetwork:
     graphdef: Any
     treedef: Any
     dtype: Any
+    for_cpu: bool
 
     def __hash__(self) -> int:
         # Called at every dispatch; the graph of hundreds of arrays would take longer, and __eq__ looks at it anyway.
@@ -37,63 +36,34 @@ class DecoderNetwork:
 
     def unembed(self, params, hidden):
         model = self._model(params)
-        if isinstance(model.head, OutputMajorLinear):
-            return multiply(hidden, model.head.kernel[...].astype(hidden.dtype), jnp.float32)
-        if model.head is None and jax.default_backend() == "cpu":
-            return multiply(hidden, model.embed_table.embedding[...].astype(hidden.dtype), jnp.float32)
-        return model.unembed(hidden)
+        return cpu.unembed(model, hidden) if self.for_cpu else model.unembed(hidden)
 
     def _model(self, params) -> Decoder:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, params))
 
 
 def split(
-    model: Decoder, dtype: Any = jnp.float32, *, consume: bool = False
+    model: Decoder, dtype: Any = jnp.float32, *, consume: bool = False, for_cpu: bool | None = None
 ) -> tuple[DecoderNetwork, tuple[jax.Array, ...]]:
     """(network, params) of a decoder; stacked layers are taken apart.
 
-    On a CPU the kernels are laid out anew (see `OutputMajorLinear`), elsewhere the arrays are shared with the model.
-    `consume` frees the model's own kernels on the way, so that the weights are never in memory twice.
+    Args:
+      model: any layout; stays as it is, but for `consume`.
+      dtype: compute dtype.
+      consume: the model's own kernels may be freed on the way, so that the weights are never in memory twice.
+      for_cpu: lay the kernels out anew (`marsjax.decoding.cpu`), else share the model's arrays. None: where they lie on
+        a CPU.
     """
-    model = nnx.merge(*nnx.split(to_list(model)))  # other objects, the same arrays: the caller's model stays as it is
-    if jax.default_backend() == "cpu":
-        _lay_out_for_cpu(model, consume)
+    model = nnx.merge(*nnx.split(to_list(model)))  # other objects, the same arrays
+    if for_cpu is None:
+        for_cpu = _on_one_cpu(model.embed_table.embedding[...])
+    if for_cpu:
+        cpu.lay_out(model, consume=consume)
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    return DecoderNetwork(model.config, graphdef, treedef, jnp.dtype(dtype)), tuple(leaves)
+    return DecoderNetwork(model.config, graphdef, treedef, jnp.dtype(dtype), for_cpu), tuple(leaves)
 
 
-class OutputMajorLinear(nnx.Module):
-    """A Linear whose kernel lies [out, in]."""
-
-    def __init__(self, linear: Linear, consume: bool):
-        old = linear.kernel[...]
-        self.kernel = nnx.Param(jax.block_until_ready(old.T))
-        self.bias = linear.bias
-        if consume:
-            old.delete()
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = multiply(x, self.kernel[...].astype(x.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
-
-
-def multiply(x: jax.Array, w: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """x [..., in] times w [out, in] → [..., out] in `out_dtype` (None: x's), as XLA's CPU backend does it fastest.
-
-    For 2 to 16 rows that is W xᵀ, where the compiler walks the weights once without packing them: a tenth of a step.
-    The barrier keeps it from turning the product back into x Wᵀ.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    product = partial(jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-    y = jax.lax.optimization_barrier(product(w, rows)).T if 2 <= rows.shape[0] <= 16 else product(rows, w)
-    return y.reshape(*x.shape[:-1], w.shape[0])
-
-
-def _lay_out_for_cpu(model: Decoder, consume: bool) -> None:
-    for layer in cast(nnx.List, model.layers):
-        for block, names in ((layer.attn, "qkvo"), (layer.mlp, ("gate", "up", "down"))):
-            for name in names:
-                setattr(block, name, OutputMajorLinear(getattr(block, name), consume))
-    if model.head is not None:
-        model.head = cast(Any, OutputMajorLinear(model.head, consume))
+def _on_one_cpu(array: Any) -> bool:
+    devices = array.devices() if isinstance(array, jax.Array) else ()
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"

@@ -83,7 +83,7 @@ def start(network: Network, tokens: jax.Array, length: jax.Array) -> State:
 def prefill(network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array) -> State:
     """Commit all of every prompt but its last token, `chunk` tokens a forward, at most `max_chunks` (data) forwards.
 
-    T must be a multiple of `chunk`. Of a row's last chunk what lies past the prompt is written too, and seen by nobody.
+    T must be a multiple of `chunk`. What lies past a prompt is written too, and seen by nobody.
     """
     slot = jnp.arange(chunk, dtype=jnp.int32)
     sees = slot[:, None] >= slot

@@ -94,11 +94,14 @@ class Attention(nnx.Module):
         self.head_dim = c.head_dim
 
     def __call__(self, x, cos, sin, attend: Attend, layer_state):
-        q, k, v = (f(x).reshape(*x.shape[:-1], -1, self.head_dim) for f in (self.q, self.k, self.v))
+        q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in self.project(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed, layer_state = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, layer_state)
         return self.o(mixed.reshape(*x.shape[:-1], -1)), layer_state
+
+    def project(self, x):
+        return self.q(x), self.k(x), self.v(x)
 
 
 class MLP(nnx.Module):
@@ -109,7 +112,11 @@ class MLP(nnx.Module):
         self.down = Linear(c.intermediate_size, c.hidden_size, ("mlp", "embed"), **linear)
 
     def __call__(self, x):
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = self.project(x)
+        return self.down(jax.nn.silu(gate) * up)
+
+    def project(self, x):
+        return self.gate(x), self.up(x)
 
 
 class Layer(nnx.Module):
@@ -187,7 +194,8 @@ class Decoder(nnx.Module):
         if (tokens is None) == (embeddings is None):
             raise ValueError("give either tokens or embeddings")
         x = self.embed(tokens, dtype) if tokens is not None else embeddings.astype(dtype)  # type: ignore[union-attr]
-        cos, sin = rope_angles(positions, self.config)
+        # Behind a barrier, or the compiler computes them anew in every layer.
+        cos, sin = jax.lax.optimization_barrier(rope_angles(positions, self.config))
         if isinstance(self.layers, Layer):
             x, layer_states = _scan(self.layers, x, cos, sin, attend, layer_states, remat)
         else:

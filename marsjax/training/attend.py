@@ -48,9 +48,9 @@ def two_stream_attend(clean: Rows, noisy: Rows, block_size: int, attention: Atte
         of_clean = dense.attend(q[:, :length], k[:, :length], v[:, :length], clean_mask)
 
         keys, values = (heads_first(x[:, :length]) for x in (k, v))
-        prefix = attend_part(group(q[:, length:], kv_heads), keys, values, prefix_mask)
+        prefix = attend_part(group(q[:, length:], kv_heads), (keys, values, prefix_mask))
         q, k, v = (in_blocks(x[:, length:]) for x in (q, k, v))
-        own = attend_part(group(q, kv_heads), heads_first(k), heads_first(v), own_mask)
+        own = attend_part(group(q, kv_heads), (heads_first(k), heads_first(v), own_mask))
         own = Part(*(_rows_of_blocks(x, block_size, noisy_length) for x in own))
         of_noisy = ungroup(join(prefix, own), noisy_length)
         return jnp.concatenate([of_clean, of_noisy.astype(of_clean.dtype)], axis=1), state

@@ -207,10 +207,13 @@ def test_nothing_a_user_holds_is_donated():
 
 
 def test_cache_lengths():
-    assert [cache_length(n, 16) for n in (1, 64, 65, 96, 97, 129, 200, 257)] == [64, 64, 96, 96, 128, 192, 256, 384]
-    assert cache_length(65, 64) == 128
+    assert [cache_length(n, 16)[0] for n in (1, 64, 65, 96, 97, 129, 200, 257)] == [64, 64, 96, 96, 128, 192, 256, 384]
+    assert [cache_length(n, 32) for n in (1, 65, 97, 1000)] == [(64, 16), (96, 24), (128, 32), (1024, 32)]
+    assert cache_length(65, 20) == (100, 20)
     for needed in range(1, 3000, 7):
-        assert needed <= cache_length(needed, 64) <= max(128, 1.5 * needed + 64)
+        length, chunk = cache_length(needed, 64)
+        assert needed <= length <= max(128, 1.5 * needed + 64)
+        assert length % chunk == 0
 
 
 def test_nan_weights_are_told_not_decoded():
