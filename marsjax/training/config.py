@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
+from marsjax.training.yaml_text import read_yaml
 
 
 class ConfigError(ValueError):
@@ -152,7 +155,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         if not file.is_file():
             raise ConfigError(f"no such configuration file: {file} (looked in {Path.cwd()})")
         try:
-            read = yaml.safe_load(file.read_text(encoding="utf-8"))
+            read = read_yaml(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} is not valid YAML: {error}") from error
         tree = {} if read is None else read
@@ -167,7 +170,7 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     if not equals:
         raise ConfigError(f"override {override!r} is not of the form section.key=value")
     try:
-        value = yaml.safe_load(text) if text else ""
+        value = read_yaml(text) if text else ""
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
     for name in reversed(key.strip().split(".")):
@@ -225,12 +228,10 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
                 return value
         elif option is float:
             # YAML 1.1 reads 5e-6, without a dot, as a string.
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return float(value)
-            if isinstance(value, str):
+            if isinstance(value, int | float | str) and not isinstance(value, bool):
                 try:
                     return float(value)
-                except ValueError:
+                except (ValueError, OverflowError):
                     continue
         elif option is int:
             if isinstance(value, int) and not isinstance(value, bool):
@@ -276,6 +277,10 @@ def _problems(c: TrainConfig) -> Iterator[str]:
     for name, value in at_least_one.items():
         if value < 1:
             yield f"{name} must be at least {2 if name == 'data.length' else 1}"
+    for section, values in c.to_dict().items():
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{section}.{key}={value} must be a finite number"
     if (c.model.source is None) == (c.model.init is None):
         yield "give one of model.source (fine-tune a checkpoint) and model.init (train from scratch)"
     if c.model.init is not None and c.model.tokenizer is None:

@@ -97,8 +97,13 @@ class TrainData:
 
 
 def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
-    """Reads the sources; raises DataError, with counts, when there is nothing to train on."""
+    """Reads the sources; raises ConfigError for rows longer than the model's positions, DataError,
+    with counts, when there is nothing to train on."""
     section, tokenizer = config.data, pretrained.tokenizer
+    if section.length > (limit := pretrained.model.config.max_positions):
+        raise ConfigError(
+            f"data.length={section.length} is beyond the model's {limit} positions; lower it to at most {limit}"
+        )
     mask_id = pretrained.mask_id if config.objective.name == "mars" else None
     end_id = turn_end_id(tokenizer)
     form = BatchFormat(
@@ -157,6 +162,12 @@ def total_steps(config: TrainConfig, batches: TrainBatches) -> int:
     available, asked = batches.total_batches, config.optimizer.steps
     if asked is None:
         assert available is not None  # the configuration has one of the two
+        if config.optimizer.warmup > available:
+            raise ConfigError(
+                f"optimizer.warmup={config.optimizer.warmup:g} steps are more than the {available} that "
+                f"{config.data.epochs} epochs of {len(batches.rows)} rows give; lower it (below 1 it is a fraction), "
+                "or raise data.epochs"
+            )
         return available
     if available is not None and asked > available:
         raise ConfigError(

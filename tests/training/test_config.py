@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from marsjax.training.config import ConfigError, describe, differences, load_config
+from marsjax.training.yaml_text import read_yaml
 
 GOOD = {
     "model": {"source": "somewhere"},
@@ -55,6 +56,7 @@ def test_a_field_of_init_by_its_own_key(good):
         ("data.length=4.5", "data.length must be an integer, got 4.5"),
         ("data.length=true", "data.length must be an integer, got True"),
         ("data.length=[", "not valid YAML"),
+        ("data={length: 8, length: 16}", "the key 'length' is given twice, in line 1 and line 1"),
         ("data=4", "data must be a mapping"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number, got 'fast'"),
         ("objective.name=marss", r"one of mars, sft, got 'marss'; did you mean mars\?"),
@@ -72,7 +74,11 @@ def test_a_field_of_init_by_its_own_key(good):
         ("output.export=best", "output.export=best needs evaluation.data"),
         ("compute={remat: nothing_saveable, unroll_layers: true}", "compute.remat=nothing_saveable acts on the scan"),
         ("optimizer.learning_rate=0", "learning_rate=0.0 must be above 0"),
-        ("optimizer.learning_rate=.nan", "learning_rate=nan must be above 0"),
+        ("optimizer.learning_rate=.nan", "learning_rate=nan must be a finite number"),
+        ("optimizer.learning_rate=inf", "learning_rate=inf must be a finite number"),
+        ("optimizer.weight_decay=1e999", "optimizer.weight_decay=inf must be a finite number"),
+        ("objective.ar_weight=.inf", "objective.ar_weight=inf must be a finite number"),
+        pytest.param(f"optimizer.eps={'9' * 400}", "optimizer.eps must be a number", id="huge"),
         ("optimizer.warmup=-1", "optimizer.warmup=-1.0"),
         ("optimizer.b2=1.5", "optimizer.b2=1.5 is outside"),
         ("objective.ar_weight=-1", "ar_weight=-1.0 must be at least 0"),
@@ -94,6 +100,16 @@ def test_the_file_is_named(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=said):
             load_config(path)
+
+
+def test_a_key_given_twice_is_named_with_its_lines(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("data:\n  length: 8\n  train: 'a.jsonl'\n  'length': 16\n")
+    with pytest.raises(ConfigError, match=r"twice.yaml is not .*the key 'length'.*line 2 and line 4; keep one"):
+        load_config(path)
+    assert read_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n") == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
+    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+        read_yaml("!!python/object/apply:os.getcwd []")
 
 
 def test_shipped_configurations_load():

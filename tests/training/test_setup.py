@@ -8,7 +8,7 @@ import pytest
 from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.text.chat import render_prompt
 from marsjax.training import ConfigError, load_config
-from marsjax.training.setup import _tokenizer, load_data
+from marsjax.training.setup import _tokenizer, load_data, total_steps
 from marsjax.weights import GenerationDefaults, Pretrained
 
 
@@ -24,7 +24,7 @@ def load(tmp_path):
         path = tmp_path / "held_out.jsonl"
         path.write_text("".join(json.dumps({"messages": c}) + "\n" for c in conversations))
         config = load_config(None, [
-            "model.source=x", "data.train=problems:train,count=8", "data.batch_size=4", "data.length=128",
+            "model.source=x", "data.train=problems:train,count=8", "data.batch_size=4", "data.length=64",
             "optimizer.steps=1", f"evaluation.data=jsonl:{path}", "evaluation.decode_prompts=2",
             f"output.directory={tmp_path}", *overrides,
         ])  # fmt: skip
@@ -60,6 +60,19 @@ def test_prompts_to_decode_must_exist(load):
     answers = [{"role": "assistant", "content": "Unasked."}]
     with pytest.raises(ConfigError, match=r"decode_prompts=2: .*no prompt before an assistant"):
         load([answers, answers, conversation("Is it?")])
+
+
+def test_rows_must_fit_the_positions(load):
+    with pytest.raises(ConfigError, match=r"data.length=65 is beyond the model's 64 positions; lower it to at most 64"):
+        load([conversation("Is it?")], "data.length=65", "evaluation.max_new_tokens=4")
+
+
+def test_warm_up_must_fit_the_epochs():
+    batches = SimpleNamespace(total_batches=4, rows=range(8))
+    keys = ("model.source=x", "data.train=y", "output.directory=z", "data.epochs=2")
+    assert total_steps(load_config(None, [*keys, "optimizer.warmup=4"]), batches) == 4
+    with pytest.raises(ConfigError, match=r"warmup=5 steps are more than the 4 that 2 epochs of 8 rows give"):
+        total_steps(load_config(None, [*keys, "optimizer.warmup=5"]), batches)
 
 
 def test_a_directorys_tokenizer_is_its_own(tmp_path):
