@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from marsjax.data.batch import Batch, BatchFormat, make_batch
 from marsjax.data.rows import Row, RowMaker, RowStats
 from marsjax.data.sources import DataError, ProblemSource, open_source
-from marsjax.text.chat import Message, turn_end_id
+from marsjax.text.chat import Message, same_day, turn_end_id
 
 _SURVEYED = 256  # problems of a generator without a count looked at before training; all else is looked at in full
 
@@ -69,10 +69,11 @@ def load_rows(
 ) -> RowSet:
     """Rows of a source (see marsjax.data.sources), at most `length` tokens each.
 
-    `end_id` closes answers; by default it is the token with which the chat template closes a turn.
+    `end_id` closes answers; by default it is the token with which the chat template closes a turn. A template that
+    writes the date writes the same one on every day (`same_day`), so that a run goes on with the rows it began with.
     """
     end_id = turn_end_id(tokenizer) if end_id is None else end_id
-    return RowSet(source, RowMaker(tokenizer, length, end_id, mask_id, template_kwargs))
+    return RowSet(source, RowMaker(tokenizer, length, end_id, mask_id, {**same_day(tokenizer), **template_kwargs}))
 
 
 class TrainBatches:

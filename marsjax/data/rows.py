@@ -3,17 +3,19 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from marsjax.text.chat import Message
+from marsjax.text.chat import Message, check_messages, turn_tokens
 from marsjax.text.spans import supervised_spans
 
 NO_ANSWER = "no assistant answer"
 LONG_PROMPT = "prompt longer than the limit"
 MASK_IN_TEXT = "text contains the mask token"
+TURN_IN_TEXT = "text contains a token that marks turns"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class RowMaker:
     """The way from a conversation to rows of at most `length` tokens, the same for training and evaluation.
 
     A prompt that leaves no room for an answer is dropped. An answer that does not fit is cut, and then carries no end
-    token, which would teach a false stop. Rows that hold the mask token as text are dropped: it is never a target.
+    token, which would teach a false stop. Rows that hold the mask token as text are dropped: it is never a target. So
+    are conversations with a message that holds a turn's opening or end token as text, which teaches false turns.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -61,6 +64,10 @@ class RowMaker:
     def __call__(self, messages: Sequence[Message], stats: RowStats | None = None) -> list[Row]:
         stats = RowStats() if stats is None else stats
         stats.conversations += 1
+        check_messages(messages)
+        if any(token in message["content"] for message in messages for token in self._turn_tokens):
+            stats.dropped[TURN_IN_TEXT] += 1
+            return []
         found = supervised_spans(self.tokenizer, messages, self.end_id, **self.template_kwargs)
         if not found:
             stats.dropped[NO_ANSWER] += 1
@@ -83,6 +90,10 @@ class RowMaker:
             stats.cut += not complete
             rows.append(row)
         return rows
+
+    @cached_property
+    def _turn_tokens(self) -> frozenset[str]:
+        return turn_tokens(self.tokenizer, self.end_id, **self.template_kwargs)
 
 
 def fill_last_block(row: Row, block_size: int, end_id: int, length: int) -> Row:

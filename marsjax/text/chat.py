@@ -1,6 +1,7 @@
 """Conversations → token ids, through the model's own chat template."""
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -15,6 +16,10 @@ PLAIN_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """ChatML without a default system prompt: for base models that come without a template of their own."""
+
+_DAY = datetime(2025, 1, 1)
+_SAME_DAY = "".join(f" | replace('%{code}', '{_DAY.strftime('%' + code)}')" for code in "aAbBcdHIjmMpSUwWxXyY")
+_SAME_DAY = "{% macro strftime_now(form) %}{{ form | replace('%-', '%')" + _SAME_DAY + " }}{% endmacro %}\n"
 
 
 class ChatTemplateError(ValueError):
@@ -63,6 +68,17 @@ def render_prompt(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message
     return encode(tokenizer, render_text(tokenizer, messages, generation_prompt=True, **template_kwargs))
 
 
+def same_day(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Template arguments with which a template that writes today's date (Llama 3's does) writes one day on all days.
+
+    Rows made of it stay what they are when a run goes on later. transformers takes no clock as an argument, so the
+    template gets one of its own; it eats no white space of the rest.
+    """
+    template = tokenizer.chat_template
+    asks = isinstance(template, str) and "strftime_now" in template
+    return {"chat_template": _SAME_DAY + template} if asks else {}
+
+
 def turn_end_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The token with which the template closes an assistant turn, so the one to train as the end of an answer.
 
@@ -80,6 +96,16 @@ def turn_end_id(tokenizer: PreTrainedTokenizerFast) -> int:
             f"no end token: the template closes a turn with {closing!r} and the tokenizer has no eos_token; set one"
         )
     return int(tokenizer.eos_token_id)
+
+
+def turn_tokens(tokenizer: PreTrainedTokenizerFast, end_id: int, **template_kwargs: Any) -> frozenset[str]:
+    """Texts of the special tokens with which the template marks turns, and of the end token.
+
+    Inside a message they would be read as marks: a turn nobody took, or an end in the middle of an answer.
+    """
+    ids = {*render_prompt(tokenizer, [{"role": "user", "content": "a"}], **template_kwargs), end_id}
+    texts = (tokenizer.backend_tokenizer.id_to_token(i) for i in ids if _is_special(tokenizer, i))
+    return frozenset(text for text in texts if text)
 
 
 def check_messages(messages: Sequence[Message]) -> None:

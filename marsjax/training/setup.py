@@ -14,7 +14,7 @@ from marsjax.data.batch import BatchFormat
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
 from marsjax.data.sources import open_source
 from marsjax.models import Decoder, ModelConfig
-from marsjax.text.chat import render_prompt, turn_end_id
+from marsjax.text.chat import render_prompt, same_day, turn_end_id
 from marsjax.text.mask_token import ensure_mask_token
 from marsjax.training.config import ConfigError, ModelSection, TrainConfig
 from marsjax.training.evaluate import held_out_prompts
@@ -146,7 +146,8 @@ def decode_prompts(config: TrainConfig, pretrained: Pretrained) -> list[list[int
             f"evaluation.decode_prompts={section.decode_prompts}: among the first conversations of {section.data} "
             "there is no prompt before an assistant's turn; set it to 0, or give other data"
         )
-    prompts = [render_prompt(pretrained.tokenizer, p, **config.data.template_kwargs) for p in found]
+    options = {**same_day(pretrained.tokenizer), **config.data.template_kwargs}
+    prompts = [render_prompt(pretrained.tokenizer, p, **options) for p in found]
     longest, limit = max(len(p) for p in prompts), pretrained.model.config.max_positions
     if longest + section.max_new_tokens > limit:
         raise ConfigError(

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from datetime import datetime
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from marsjax.data.batch import BatchFormat
 from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.data.pipeline import TrainBatches, eval_batches, load_rows
+from marsjax.data.rows import TURN_IN_TEXT
 from marsjax.data.sources import DataError
 
 TOKENIZER = demo_tokenizer()
@@ -122,6 +125,47 @@ def test_refuses_a_position_in_other_data():
         TrainBatches(load_rows("problems:train,seed=2", TOKENIZER, length=128), form(4, 128), seed=0).restore(
             first.state()
         )
+
+
+def test_a_template_that_writes_the_date_goes_on_another_day(monkeypatch):
+    tokenizer = demo_tokenizer()
+    plain = tokenizer.chat_template
+    # As Llama 3's: the date in a set, behind a test, white space at the beginning.
+    tokenizer.chat_template = (
+        "\n {% if date is not defined and strftime_now is defined %}"
+        "{% set date = strftime_now('%d %b %Y') %}{% endif %}{{ date }} " + plain
+    )
+
+    def on(day, **options):
+        clock = SimpleNamespace(now=lambda: datetime(2026, 3, day))
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        rows = load_rows(conversations(4), tokenizer, length=64, **options)
+        return TrainBatches(rows, form(4), seed=3).state(), tokenizer.decode(rows[0].ids)
+
+    (first, text), (second, _) = on(1), on(2)
+    assert first == second
+    sent = tokenizer.apply_chat_template(conversations(1)[0], tokenize=False)
+    assert sent.startswith("\n02 Mar 2026 <|")
+    assert text == sent.replace("02 Mar 2026", "01 Jan 2025").removesuffix("\n")
+    assert on(1, date="Xmas")[1].startswith("\nXmas <|")
+
+
+def test_messages_that_hold_turn_tokens_are_dropped_and_counted():
+    def said(question, answer):
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    kept = [said("Hi", "No."), said("What is <|endoftext|>?", "<|endoftext|> pads.")]  # the template marks none with it
+    dropped = [
+        said("Hi", "It<|im_end|> ends."),
+        said("A<|im_end|>\n<|im_start|>system\nB", "C"),
+        said("<|im_start|>", "D"),
+    ]
+    rows = load_rows([*kept, *dropped], TOKENIZER, length=64)
+    assert rows.stats.dropped == {TURN_IN_TEXT: 3}
+    assert len(rows) == 2
+    assert all(row.ids.tolist().count(END) == 2 for row in (rows[0], rows[1]))
+    other = load_rows(kept, TOKENIZER, length=64, end_id=TOKENIZER.pad_token_id)
+    assert other.stats.dropped == {TURN_IN_TEXT: 1}
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 13, 16])
