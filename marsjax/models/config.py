@@ -1,6 +1,8 @@
 """What a checkpoint's `config.json` says about the network, and nothing else."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 Family = Literal["qwen2", "qwen3", "llama"]
@@ -45,11 +47,16 @@ class ModelConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} must be a positive integer, got {value!r}")
+        counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                  "head_dim", "max_positions")  # fmt: skip
+        kinds = {**dict.fromkeys(counts, "a positive integer"), "rope_theta": "a positive number",
+                 "norm_eps": "a positive number", "initializer_range": "a number",
+                 "tie_embeddings": "true or false"}  # fmt: skip
+        for field, kind in kinds.items():
+            if not _KINDS[kind](value := getattr(self, field)):
+                raise ValueError(f"{field} must be {kind}, got {value!r}")
+        if not isinstance(self.rope_scaling, Llama3Scaling | None):
+            raise ValueError(f"rope_scaling must be a Llama3Scaling, got {self.rope_scaling!r}")
         if self.family not in ARCHITECTURES:
             raise UnsupportedModel(f"family {self.family!r} is not one of {', '.join(ARCHITECTURES)}")
         if self.num_heads % self.num_kv_heads:
@@ -69,10 +76,11 @@ class ModelConfig:
     def from_hf(cls, hf: dict[str, Any]) -> "ModelConfig":
         """Read a Hugging Face `config.json` (transformers 4 and 5 field names).
 
-        Raises UnsupportedModel naming every field that asks for something this decoder does not compute.
+        Raises UnsupportedModel naming every field that asks for something this decoder does not compute, or that holds
+        what no such field can.
         """
         family = hf.get("model_type")
-        if family not in ARCHITECTURES:
+        if family not in tuple(ARCHITECTURES):  # also where it cannot be hashed
             raise UnsupportedModel(
                 f"model_type {family!r} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}"
                 " (dense models only)"
@@ -80,26 +88,33 @@ class ModelConfig:
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [name for name in required if hf.get(name) is None]:
             raise UnsupportedModel(f"config.json of a {family} model lacks {', '.join(missing)}")
+        if odd := _odd_fields(hf):
+            raise UnsupportedModel(f"config.json of this {family} model is damaged:\n  " + "\n  ".join(odd))
         rope_theta, rope_scaling, problems = _read_rope(hf)
         problems += _unsupported_fields(family, hf)
         if problems:
             raise UnsupportedModel(f"this {family} checkpoint cannot be loaded:\n  " + "\n  ".join(problems))
-        heads = hf["num_attention_heads"]
+        heads, width = hf["num_attention_heads"], hf["hidden_size"]
+        head_dim = hf.get("head_dim") or (128 if family == "qwen3" else None)
+        if head_dim is None and width % heads:
+            raise UnsupportedModel(
+                f"hidden_size={width} is not a multiple of num_attention_heads={heads}, and there is no head_dim"
+            )
         return cls(
             family=family,
             vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
+            hidden_size=width,
             intermediate_size=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or (128 if family == "qwen3" else hf["hidden_size"] // heads),
+            head_dim=head_dim or width // heads,
             max_positions=hf.get("max_position_embeddings") or (2048 if family == "llama" else 32768),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            initializer_range=float(hf.get("initializer_range", 0.02)),
+            tie_embeddings=bool(hf.get("tie_word_embeddings")),
+            initializer_range=0.02 if hf.get("initializer_range") is None else float(hf["initializer_range"]),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -146,10 +161,50 @@ class ModelConfig:
         return hf
 
 
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a positive integer": lambda v: type(v) is int and v > 0,
+    "a positive number": lambda v: type(v) in (int, float) and 0 < v < math.inf,
+    "a number": lambda v: type(v) in (int, float) and math.isfinite(v),
+    "true or false": lambda v: isinstance(v, bool),
+    "a mapping": lambda v: isinstance(v, dict),
+    "a list of names": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+}
+_ROPE = dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), "a positive number")
+_ROPE["original_max_position_embeddings"] = "a positive integer"
+_FIELDS = {
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings"),
+        "a positive integer",
+    ),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), "a positive number"),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), "true or false"),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), "a mapping"),
+    "initializer_range": "a number",
+    "layer_types": "a list of names",
+}  # fmt: skip
+
+
+def _odd_fields(hf: dict[str, Any], kinds: dict[str, str] = _FIELDS, where: str = "") -> list[str]:
+    """Fields that hold what they cannot; null is as good as nothing, but for the norm's epsilon."""
+    odd = []
+    for name, kind in kinds.items():
+        value: Any = hf.get(name)
+        if value is None and not (name == "rms_norm_eps" and name in hf):
+            continue
+        if not _KINDS[kind](value):
+            odd.append(f"{where}{name} must be {kind}, got {value!r}")
+        elif kind == "a mapping":
+            odd += _odd_fields(value, _ROPE, f"{name}.")
+    return odd
+
+
 def _read_rope(hf: dict[str, Any]) -> tuple[float, Llama3Scaling | None, list[str]]:
     """(theta, scaling, problems). transformers 5 nests theta in `rope_parameters`, 4 keeps it beside `rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        return theta, None, [f"rope parameters of their own for {', '.join(nested)}"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None, []
@@ -178,9 +233,9 @@ def _unsupported_fields(family: str, hf: dict[str, Any]) -> list[str]:
         problems.append("attention_bias=true")
     if hf.get("mlp_bias"):
         problems.append("mlp_bias=true")
-    if "quantization_config" in hf:
-        method = (hf["quantization_config"] or {}).get("quant_method", "unknown method")
-        problems.append(f"quantised weights ({method})")
+    if (quantised := hf.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        problems.append(f"quantised weights ({method or f'quantization_config {quantised!r}'})")
     if (partial := hf.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         problems.append(f"partial_rotary_factor {partial}")
     return problems

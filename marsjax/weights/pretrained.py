@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from marsjax.models import Decoder
+from marsjax.weights.tensors import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +55,23 @@ class Pretrained:
 def generation_defaults(
     hf_generation: dict[str, Any], hf_config: dict[str, Any], tokenizer: Any, vocab_size: int, mask_id: int | None
 ) -> GenerationDefaults:
-    """generation_config.json wins over config.json, which wins over the tokenizer; an end may be an id or a list."""
-    ends: list[int] = []
-    for value in (hf_generation.get("eos_token_id"), hf_config.get("eos_token_id"), _attribute(tokenizer, "eos")):
-        if ends := _ids(value):
-            break
-    starts = _ids(hf_generation.get("bos_token_id")) or _ids(hf_config.get("bos_token_id"))
-    starts = starts or _ids(_attribute(tokenizer, "bos"))
-    named = _ids(hf_generation.get("pad_token_id")) + _ids(hf_config.get("pad_token_id"))
-    named += _ids(_attribute(tokenizer, "pad"))
+    """generation_config.json wins over config.json, which wins over the tokenizer; an end may be an id or a list.
+
+    Raises CheckpointError, naming the file, for what is neither: an end that is not known would never end a text.
+    """
+
+    def named_by(key: str) -> list[list[int]]:
+        """Of each source, in order of rank."""
+        files = (("generation_config.json", hf_generation), ("config.json", hf_config))
+        found = [_ids(f"{key} of {file}", fields.get(key)) for file, fields in files]
+        return [*found, _ids(key, getattr(tokenizer, key, None))]
+
+    ends, starts = (next(filter(None, named_by(key)), []) for key in ("eos_token_id", "bos_token_id"))
+    named = [i for ids in named_by("pad_token_id") for i in ids]
     # A pad that is the end token cannot be kept: another token that no text should hold stands in.
-    special = _ids(_attribute(tokenizer, "unk")) + _ids(getattr(tokenizer, "all_special_ids", None))
-    pads = [i for i in named if i not in ends[:1]] + [i for i in special if i not in ends] + _ids(mask_id)
+    special = [i for name in ("unk_token_id", "all_special_ids") for i in _ids(name, getattr(tokenizer, name, None))]
+    pads = [i for i in named if i not in ends[:1]] + [i for i in special if i not in ends]
+    pads += [] if mask_id is None else [mask_id]
     pads = [i for i in pads if 0 <= i < vocab_size]  # some configs say -1
     named_here = ("eos_token_id", "bos_token_id", "pad_token_id")
     return GenerationDefaults(
@@ -76,10 +82,8 @@ def generation_defaults(
     )
 
 
-def _attribute(tokenizer: Any, name: str) -> Any:
-    return getattr(tokenizer, f"{name}_token_id", None)
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [int(i) for i in values if isinstance(i, int) and not isinstance(i, bool)]
+def _ids(name: str, value: Any) -> list[int]:
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
+        raise CheckpointError(f"{name} must be a token id or a list of them, got {value!r}; correct it there")
+    return list(values)

@@ -57,6 +57,31 @@ def test_round_trip(family, scaling):
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": None}, "lacks hidden_size"),
+        ({"model_type": ["llama"]}, r"\['llama'\]"),
+        ({"quantization_config": 4}, r"quantised weights \(quantization_config 4\)"),
+        ({"rope_parameters": [1]}, r"rope_parameters must be a mapping, got \[1\]"),
+        ({"rope_scaling": "llama3"}, "rope_scaling must be a mapping, got 'llama3'"),
+        ({"rope_scaling": SCALING | {"factor": "8x"}}, "rope_scaling.factor must be a positive number, got '8x'"),
+        (
+            {"rope_scaling": SCALING | {"original_max_position_embeddings": 8e3}},
+            "original_max.* must be a positive int",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope parameters of their own for full_attention",
+        ),
+        ({"rope_theta": "1e6"}, "rope_theta must be a positive number, got '1e6'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer, got 0"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers must be a positive integer, got 2.0"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer, got True"),
+        ({"hidden_size": 65}, "hidden_size=65 is not a multiple of num_attention_heads=4"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings must be a positive integer, got 'long'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number, got None"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan"),
+        ({"initializer_range": "wide"}, "initializer_range must be a number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"layer_types": 3}, "layer_types must be a list of names, got 3"),
     ],
 )
 def test_refusals_by_name(fields, message):
@@ -64,12 +89,20 @@ def test_refusals_by_name(fields, message):
         ModelConfig.from_hf({**BASE, **fields})
 
 
+def test_null_is_as_good_as_nothing():
+    names = ("rope_parameters", "rope_scaling", "rope_theta", "num_key_value_heads", "head_dim", "initializer_range",
+             "max_position_embeddings", "tie_word_embeddings", "layer_types", "quantization_config")  # fmt: skip
+    assert ModelConfig.from_hf({**BASE, **dict.fromkeys(names)}) == ModelConfig.from_hf(BASE)
+
+
 def test_all_refusals_at_once():
     with pytest.raises(UnsupportedModel, match=r"(?s)'yarn'.*'gelu'.*mlp_bias"):
         ModelConfig.from_hf({**BASE, "rope_scaling": {"type": "yarn"}, "hidden_act": "gelu", "mlp_bias": True})
 
 
-@pytest.mark.parametrize("fields", [{"num_kv_heads": 3}, {"head_dim": 15}, {"num_layers": 0}, {"vocab_size": 1.5}])
+@pytest.mark.parametrize("fields", [{"num_kv_heads": 3}, {"head_dim": 15}, {"num_layers": 0}, {"vocab_size": 1.5},
+                                    {"rope_theta": "1e6"}, {"norm_eps": float("inf")}, {"tie_embeddings": "no"},
+                                    {"rope_scaling": SCALING}])  # fmt: skip
 def test_impossible_shapes(fields):
     shape = {"family": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2,
              "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}  # fmt: skip

@@ -221,6 +221,15 @@ def test_generation_config_wins_and_ends_may_be_lists(checkpoint):
     assert load(copy.path).generation.eos_ids == (7,)
 
 
+@pytest.mark.parametrize("end", ["</s>", 2.0, True, [2, "2"], {"id": 2}])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_ends_that_are_no_ids_are_refused(checkpoint, file, end):
+    copy = checkpoint()
+    copy.edit(file, eos_token_id=end)
+    with pytest.raises(CheckpointError, match=f"eos_token_id of {file} must be a token id or a list of them, got "):
+        load(copy.path)
+
+
 def test_the_pad_differs_from_the_end(checkpoint, word_tokenizer):
     copy = checkpoint()
     word_tokenizer().save_pretrained(copy.path)
