@@ -188,8 +188,8 @@ def main(argv: list[str] | None = None) -> int:
             args=argv,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-    except KeyboardInterrupt:
-        print("marsjax: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"marsjax: {str(error) or 'interrupted'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -65,7 +65,7 @@ class Checkpoints:
 
         `like` is a state, or `abstract` of one, which leaves room for what is read.
         A step that cannot be read is skipped with a warning that names it. If there are steps and none can be read,
-        RuntimeError lists why: starting anew would overwrite them.
+        or not the one asked for, RuntimeError lists why: starting anew would overwrite them.
         """
         wanted = abstract(like)._asdict()
         candidates = self.steps()[::-1] if step is None else [step]
@@ -84,10 +84,10 @@ class Checkpoints:
                 continue
             return TrainState(**found), host
         if failures:
-            raise RuntimeError(
-                f"no checkpoint in {self.directory} can be read:\n  " + "\n  ".join(failures) + "\n"
-                "choose another output.directory, or delete this one to start anew"
-            )
+            what, way_out = "no checkpoint", "choose another output.directory, or delete this one to start anew"
+            if step is not None:
+                what, way_out = "not the checkpoint asked for", "output.export=last exports the newest instead"
+            raise RuntimeError(f"{what} in {self.directory} can be read:\n  " + "\n  ".join(failures) + f"\n{way_out}")
         return None
 
 

@@ -2,11 +2,14 @@
 
 import gc
 import math
+import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import yaml
 
@@ -20,6 +23,7 @@ from marsjax.training.objectives import check_aligned, needed_noisy_length
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import copy_as_list, new_state, rebuild
 from marsjax.training.step import make_train_step, split_microbatches
+from marsjax.training.stopping import StopAsked
 from marsjax.weights import Pretrained, save
 
 
@@ -47,6 +51,7 @@ class _Progress:
     best: dict[str, Any] | None = None
     final: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    evaluated: int = 0  # the last step that was
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -55,12 +60,14 @@ def train(config: TrainConfig) -> TrainResult:
     A run goes on by itself from the checkpoints in its output directory, bitwise as if it had never stopped.
 
     Raises ConfigError (also when the directory holds a run of another configuration), DataError, TrainingDiverged,
-    checkpoints.SaveError.
+    checkpoints.SaveError; and, once it has saved what there is, KeyboardInterrupt after Ctrl-C or SIGTERM, and whatever
+    made an evaluation fail.
     """
     platform = setup.check_platform(config.compute.platform)
     forward = setup.make_forward(config, platform)
     directory = Path(config.output.directory).expanduser()
     _check_same_run(directory, config)
+    _check_writable(directory)
     pretrained = setup.load_model(config)
     data = setup.load_data(config, pretrained)
     run = None
@@ -78,12 +85,39 @@ def _check_same_run(directory: Path, config: TrainConfig) -> None:
     saved, checkpoints = directory / "config.yaml", directory / "checkpoints"
     if not (saved.exists() and checkpoints.is_dir() and any(checkpoints.iterdir())):
         return
-    if found := differences(yaml.safe_load(saved.read_text()), config.to_dict()):
+    if found := differences(_saved_config(saved), config.to_dict()):
         raise ConfigError(
             f"{directory} holds checkpoints of another configuration:\n  "
             + "\n  ".join(found)
             + "\nchoose another output.directory, or delete this one to start anew"
         )
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    problem = "it holds no sections"
+    try:
+        there = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(there, dict) and all(isinstance(section, dict) for section in there.values()):
+            return there
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = str(error)
+    raise ConfigError(
+        f"{path} is damaged ({problem}), so nobody knows which run the checkpoints beside it belong to; choose another "
+        "output.directory, or delete this file to go on from them unasked"
+    )
+
+
+def _check_writable(directory: Path) -> None:
+    """Before any long work: a place where the first checkpoint could not be written is refused."""
+    probe = directory / f".probe-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"output.directory={directory} cannot be written: {error}; choose another, or make room or rights there"
+        ) from error
 
 
 class _Run:
@@ -108,9 +142,20 @@ class _Run:
         self.checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep)
         self._resume()
         self.start = int(self.state.step)
+        self._check_room()
         self.writer = MetricsWriter(directory, tensorboard=config.output.tensorboard, step=self.start)
         self.reporter = Reporter(self.steps, self.start)
-        (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        part = directory / "config.yaml.part"
+        part.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+        part.replace(directory / "config.yaml")
+
+    def _check_room(self) -> None:
+        needed, free = sum(x.nbytes for x in jax.tree.leaves(self.state)), shutil.disk_usage(self.directory).free
+        if self.start < self.steps and free < needed:
+            raise ConfigError(
+                f"output.directory={self.directory} has {free / 1e9:.3g} GB free, and a checkpoint takes "
+                f"{needed / 1e9:.3g} GB; make room, or choose another"
+            )
 
     def _resume(self) -> None:
         if self.checkpoints.steps():
@@ -135,24 +180,39 @@ class _Run:
         if self.start:
             reporter.note(f"resumed at step {self.start} of {self.steps} from {self.checkpoints.directory}")
         reporter.note(f"data: {self.data.batches.rows.stats}")
+        if self.start and self._evaluation_due(self.start) and self.progress.evaluated != self.start:
+            self._evaluate(self.start)  # it failed when the run was here before
         pending = _Pending(self)
-        for step in range(self.start + 1, last + 1):
-            pending.swap(step, self._advance(pending.clock))
-            evaluates = self.data.held_out is not None and (step % config.evaluation.every == 0 or step == self.steps)
-            saves = step % config.checkpoint.every == 0 or step == last
-            if evaluates or saves:
-                pending.flush()  # a diverged state must end the run before it is saved
-                paused = time.perf_counter()
-                improved = evaluates and self._evaluate(step)
-                if saves or improved:
-                    self.progress.seconds = before + time.perf_counter() - began
-                    self._save()
-                pending.clock.skip(paused)
-            reporter.step(step)
+        with StopAsked() as stop:
+            for step in range(self.start + 1, last + 1):
+                pending.swap(step, self._advance(pending.clock))
+                ends = bool(stop)
+                evaluates = self._evaluation_due(step) and not ends
+                saves = step % config.checkpoint.every == 0 or step == last or ends
+                if evaluates or saves:
+                    pending.flush()  # a diverged state must end the run before it is saved
+                    paused = time.perf_counter()
+                    try:
+                        saves |= evaluates and self._evaluate(step)
+                    except BaseException:
+                        saves = True
+                        raise
+                    finally:
+                        if saves:
+                            self.progress.seconds = before + time.perf_counter() - began
+                            self._save()
+                    pending.clock.skip(paused)
+                reporter.step(step)
+                if ends:
+                    raise KeyboardInterrupt(f"stopped and saved at step {step}; the same command goes on from there")
         done = int(self.state.step)
         export = self._export() if last == self.steps else None
         seconds = before + time.perf_counter() - began
         return TrainResult(self.directory, export, done, self.progress.best, self.progress.final, seconds)
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.config.evaluation.every
+        return self.data.held_out is not None and (step % every == 0 or step == self.steps)
 
     def _advance(self, clock: Clock) -> dict[str, Any]:
         batch = next(self.data.batches)
@@ -183,7 +243,7 @@ class _Run:
         self.writer.write(step, "eval", result)
         shown = {k: v for k, v in result.items() if isinstance(v, float)}
         self.reporter.note(f"evaluation at step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in shown.items()))
-        self.progress.final = {"step": step, **result}
+        self.progress.final, self.progress.evaluated = {"step": step, **result}, step
         best = self.progress.best
         if best is not None and not result["loss"] < best["loss"]:
             return False

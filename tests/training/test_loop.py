@@ -1,6 +1,10 @@
 """Whole runs of a two-layer model on the project's own problems."""
 
 import json
+import os
+import shutil
+import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +16,7 @@ from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.data.pipeline import load_rows
 from marsjax.training import ConfigError, TrainingDiverged, load_config, loop, train
 from marsjax.training.checkpoints import Checkpoints
+from marsjax.training.stopping import StopAsked
 from marsjax.weights import load
 
 INIT = (
@@ -104,6 +109,73 @@ def test_resume_is_bitwise(straight, tmp_path):
     assert [x["step"] for x in lines if x["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     again = train(config(tmp_path))  # nothing is left to do
     assert (again.steps, again.best) == (6, resumed.best)
+
+
+def test_a_signal_ends_the_run_behind_a_saved_step(straight, tmp_path, monkeypatch):
+    advance, seen, handler = loop._Run._advance, [], signal.getsignal(signal.SIGTERM)
+
+    def interrupted(self, clock):
+        seen.append(1)
+        if len(seen) == 3:  # an evaluation and a checkpoint are due there
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self, clock)
+
+    monkeypatch.setattr(loop._Run, "_advance", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="stopped and saved at step 3; the same command goes on"):
+        train(config(tmp_path))
+    assert signal.getsignal(signal.SIGTERM) is handler
+    result, rows = _record(config(tmp_path))
+    assert [np.array_equal(a, b) for a, b in zip(straight[1][3:], rows, strict=True)] == [True] * 3
+    assert result.best == straight[0].best  # the evaluation that was left out came first
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "eval"] == [3, 6]
+
+
+def test_a_second_signal_interrupts_at_once():
+    with StopAsked() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop
+        with pytest.raises(KeyboardInterrupt, match="goes on from the newest checkpoint"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_failing_evaluation_loses_no_step(straight, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.held_out, "evaluate", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config(tmp_path, "checkpoint.every=100"))
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    assert train(config(tmp_path, "checkpoint.every=100")).best == straight[0].best
+
+
+def test_the_best_checkpoint_unreadable(tmp_path, monkeypatch):
+    score, losses = loop.held_out.evaluate, iter((1.0, 2.0))
+    monkeypatch.setattr(loop.held_out, "evaluate", lambda *a, **k: score(*a, **k) | {"loss": next(losses)})
+    train(config(tmp_path, "output.export=none"))
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    with pytest.raises(RuntimeError, match=r"(?s)step 3: .*output.export=last exports the newest instead"):
+        train(config(tmp_path, "output.export=best"))
+    assert train(config(tmp_path)).export is not None
+
+
+@pytest.mark.parametrize("text", ["", "model: {", "- 1", "model: 3\n"])
+def test_a_damaged_record_of_the_configuration_is_named(tmp_path, text):
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"(?s)config.yaml is damaged .*delete this file to go on"):
+        train(config(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_or_is_too_small(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(loop.setup, "load_model", lambda _: pytest.fail("the model came first"))
+    with pytest.raises(ConfigError, match=r"file/run cannot be written: .*Not a directory.*choose another"):
+        train(config(tmp_path / "file" / "run"))
+    monkeypatch.undo()
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match=r"run has 1e-06 GB free, and a checkpoint takes 0.000\d+ GB; make room"):
+        train(config(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == []
 
 
 def test_reading_a_checkpoint_never_holds_two_states(tmp_path, monkeypatch):
