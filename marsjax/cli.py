@@ -32,6 +32,7 @@ def demo(
         problems: held-out problems to decode at each threshold.
         overrides: changes to the training configuration, e.g. --set optimizer.steps=1000.
     """
+    _keep_compiled_programs()
     from marsjax.demo import demo as run
 
     run(out, quick=quick, seed=seed, problems=problems, overrides=overrides)
@@ -50,6 +51,7 @@ def train(config: Positional[Path], overrides: Positional[tuple[str, ...]] = ())
         config: YAML file; see configs/ for examples.
         overrides: section.key=value, the last one wins.
     """
+    _keep_compiled_programs()
     from marsjax.training import load_config
     from marsjax.training import train as run
 
@@ -113,6 +115,7 @@ def generate(
         show_chunks: shade the text by what each forward pass gave, and print the counts.
         json_: print one JSON object a prompt.
     """
+    _keep_compiled_programs()
     from marsjax.decoding.generator import Generator
     from marsjax.decoding.requests import check_options
 
@@ -173,6 +176,12 @@ def convert(
 
     print(run(src, dst, dtype=dtype, mask_token=mask_token))
     return 0
+
+
+def _keep_compiled_programs() -> None:
+    from marsjax import compilation_cache
+
+    compilation_cache.use_compilation_cache()
 
 
 COMMANDS = {"demo": demo, "train": train, "generate": generate, "convert": convert, "settings": settings}

@@ -21,7 +21,7 @@ from marsjax.decoding.generator import Generator
 from marsjax.decoding.result import Result
 from marsjax.evaluation import report as reports
 from marsjax.evaluation import shading, sweep
-from marsjax.training import load_config, train
+from marsjax.training import AnotherRun, ConfigError, TrainConfig, TrainResult, load_config, train
 
 TAUS = (1.0, 0.995, 0.99, 0.95, 0.9, 0.8, 0.7)
 CONTROL_TAUS = (0.99, 0.9, 0.7)  # at 1 it is the AR model itself
@@ -48,10 +48,11 @@ def demo(
       problems: held-out problems to decode.
       overrides: `section.key=value` of the training configuration.
 
-    Returns the report.
+    Returns the report. Raises ValueError for fewer problems than one; ConfigError if `out` holds another demo.
     """
+    if problems < 1:
+        raise ValueError(f"problems={problems} leaves nothing to decode; give at least 1")
     began = time.perf_counter()
-    out.mkdir(parents=True, exist_ok=True)
     source = assets() / "demo_ar"
     quick_overrides = ["optimizer.steps=40", "evaluation.rows=64", "evaluation.decode_prompts=0"] if quick else []
     config = load_config(
@@ -61,8 +62,10 @@ def demo(
             *quick_overrides, *overrides,
         ],
     )  # fmt: skip
+    if config.output.export == "none" or config.checkpoint.stop_after is not None:
+        raise ValueError("the demo decodes what it trained: leave output.export=none and checkpoint.stop_after out")
     rich.print(f"[bold]1. Fine-tuning with MARS[/bold] (block size {config.objective.block_size}), from {source}")
-    trained = train(config)
+    trained = _train(config, out, quick)
     assert trained.export is not None
 
     count = BATCH_SIZE if quick else problems
@@ -117,6 +120,17 @@ def demo(
     rich.print(report["summary"])
     rich.print(f"Report: {out / 'report.html'}   numbers: {out / 'report.json'}   model: {trained.export}")
     return report
+
+
+def _train(config: TrainConfig, out: Path, quick: bool) -> TrainResult:
+    try:
+        return train(config)
+    except AnotherRun as error:
+        kind = "quick demo" if quick else "demo"
+        raise ConfigError(
+            f"{out} holds a demo of other settings than this {kind} has (--quick, --seed, --set); write to another "
+            f"directory (--out), or delete {out} to start anew"
+        ) from error
 
 
 class _Decoder:

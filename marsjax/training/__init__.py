@@ -1,6 +1,15 @@
 """Fine-tuning: objectives, optimiser, the loop, checkpoints, held-out evaluation."""
 
-from marsjax.training.config import ConfigError, TrainConfig, describe, load_config
+from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, describe, load_config
 from marsjax.training.loop import TrainingDiverged, TrainResult, train
 
-__all__ = ["ConfigError", "TrainConfig", "TrainResult", "TrainingDiverged", "describe", "load_config", "train"]
+__all__ = [
+    "AnotherRun",
+    "ConfigError",
+    "TrainConfig",
+    "TrainResult",
+    "TrainingDiverged",
+    "describe",
+    "load_config",
+    "train",
+]

@@ -19,6 +19,10 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message names the key, the value and what is allowed."""
 
 
+class AnotherRun(ConfigError):
+    """The output directory holds a run of another configuration; the message lists every difference."""
+
+
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 

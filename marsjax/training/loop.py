@@ -17,7 +17,7 @@ from marsjax.models import Decoder
 from marsjax.training import evaluate as held_out
 from marsjax.training import setup
 from marsjax.training.checkpoints import Checkpoints, abstract
-from marsjax.training.config import ConfigError, TrainConfig, differences
+from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, differences
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
 from marsjax.training.objectives import check_aligned, needed_noisy_length
 from marsjax.training.optimizer import make_optimizer, make_schedule
@@ -59,9 +59,9 @@ def train(config: TrainConfig) -> TrainResult:
 
     A run goes on by itself from the checkpoints in its output directory, bitwise as if it had never stopped.
 
-    Raises ConfigError (also when the directory holds a run of another configuration), DataError, TrainingDiverged,
-    checkpoints.SaveError; and, once it has saved what there is, KeyboardInterrupt after Ctrl-C or SIGTERM, and whatever
-    made an evaluation fail.
+    Raises ConfigError (AnotherRun when the directory holds a run of another configuration), DataError,
+    TrainingDiverged, checkpoints.SaveError; and, once it has saved what there is, KeyboardInterrupt after Ctrl-C or
+    SIGTERM, and whatever made an evaluation fail.
     """
     platform = setup.check_platform(config.compute.platform)
     forward = setup.make_forward(config, platform)
@@ -86,7 +86,7 @@ def _check_same_run(directory: Path, config: TrainConfig) -> None:
     if not (saved.exists() and checkpoints.is_dir() and any(checkpoints.iterdir())):
         return
     if found := differences(_saved_config(saved), config.to_dict()):
-        raise ConfigError(
+        raise AnotherRun(
             f"{directory} holds checkpoints of another configuration:\n  "
             + "\n  ".join(found)
             + "\nchoose another output.directory, or delete this one to start anew"
