@@ -84,8 +84,9 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     ignore_eos: bool = False,
-    strategy: Literal["auto", "ar", "mars"] = "auto",
+    strategy: Literal["auto", "ar", "mars", "chain", "comb"] = "auto",
     window: int | None = None,
+    k: int | None = None,
     dtype: Dtype = "float32",
     show_chunks: bool = False,
     json_: Annotated[bool, arg(name="json")] = False,
@@ -109,8 +110,10 @@ def generate(
         system: system message put before each prompt.
         raw: continue the prompt as plain text, without the chat template.
         ignore_eos: go on past end tokens, up to the limit.
-        strategy: mars, ar (one token a forward), or whichever the model allows.
-        window: predictions a forward pass; by default the block size of training.
+        strategy: mars, ar (one token a forward), chain or comb (several, exactly those of ar while τ is 1), or auto:
+            mars if the model allows it.
+        window: predictions a forward pass (mars); by default the block size of training.
+        k: drafts a forward pass (chain, comb); by default the block size of training.
         dtype: of weights and computation.
         show_chunks: shade the text by what each forward pass gave, and print the counts.
         json_: print one JSON object a prompt.
@@ -125,7 +128,7 @@ def generate(
     check_options(len(prompts), **options)  # wrong options are refused before the model is read
     if raw and system is not None:
         raise ValueError("--raw takes plain text, so there is no place for --system")
-    generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window)
+    generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window, k=k)
     asked: list[Any] = list(prompts)
     if system is not None:
         asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in prompts]

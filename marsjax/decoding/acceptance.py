@@ -58,6 +58,24 @@ def accept(confidence: jax.Array, tau: jax.Array, measure: jax.Array) -> jax.Arr
     Args:
       confidence: [N, W] float32; column j belongs to the j-th prediction. tau: [N] float32. measure: [N] int32.
     """
+    return 1 + jnp.cumprod(is_sure(confidence, tau, measure)[:, 1:].astype(jnp.int32), axis=1).sum(1)
+
+
+def is_sure(confidence: jax.Array, tau: jax.Array, measure: jax.Array) -> jax.Array:
+    """[N, W] bool: whether τ accepts a confidence; nothing at the τ that means AR."""
     tau, is_entropy = tau[:, None], measure[:, None] == ENTROPY
-    sure = jnp.where(is_entropy, (confidence <= tau) & (tau > 0), (confidence >= tau) & (tau < 1))
-    return 1 + jnp.cumprod(sure[:, 1:].astype(jnp.int32), axis=1).sum(1)
+    return jnp.where(is_entropy, (confidence <= tau) & (tau > 0), (confidence >= tau) & (tau < 1))
+
+
+def verify(own: jax.Array, drafts: jax.Array, accept: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a step emits that verified drafts: (tokens [N, k + 1], how many of them are accepted drafts [N]).
+
+    The drafts up to the first that is not accepted, then the model's own token there.
+
+    Args:
+      own: [N, k + 1] int32, the model's own token behind the root and behind each draft.
+      drafts: [N, k] int32. accept: [N, k] bool, whether each would be accepted if all before it were.
+    """
+    accepted = jnp.cumprod(accept.astype(jnp.int32), axis=1).sum(1)
+    is_draft = jnp.arange(own.shape[1]) < accepted[:, None]
+    return jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), own), accepted

@@ -1,28 +1,30 @@
-"""`Generator`: prompts in, results out. A host loop over the compiled step."""
+"""`Generator`: prompts in, results out. What users meet of the engine."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from marsjax.decoding import network, plans, requests
-from marsjax.decoding.batch import Batch, Engine
+from marsjax.decoding.engine import Engine, Runtime, run_all
+from marsjax.decoding.requests import Spec
 from marsjax.decoding.result import Chunk
 
-Strategy = Literal["auto", "ar", "mars"]
+Strategy = Literal["auto", "ar", "mars", "chain", "comb"]
 
 DEFAULT_WINDOW = 4
-STEPS_BETWEEN_STOP_CHECKS = 8
+DEFAULT_LANES = 64
 
 
 class Generator:
     """Generates with one model and one strategy.
 
-    One program is compiled for each (number of prompts in a call, bucket of prompt + limit), on its first use; no
-    option, prompt or length within a bucket compiles anything else.
+    A call of up to `lanes` prompts compiles its programs for that number of prompts and the cache length its longest
+    prompt + limit needs, on their first use; a call of more is answered `lanes` at a time, each prompt taking the place
+    of one that has ended. No option, prompt or length within a bucket compiles anything else.
     """
 
     def __init__(
@@ -35,23 +37,28 @@ class Generator:
         mask_id: int | None = None,
         strategy: Strategy = "auto",
         window: int | None = None,
+        k: int | None = None,
         block_size: int | None = None,
         forbidden: Sequence[int] | None = None,
         dtype: Any = jnp.float32,
         prefill_chunk: int | None = None,
+        lanes: int = DEFAULT_LANES,
         consume: bool = False,
     ):
         """
         Args:
           model: a `marsjax.weights.Pretrained`, which brings tokenizer and ids with it, or a `models.Decoder`.
           tokenizer, eos_ids, pad_id, mask_id: what goes with a bare decoder. Without a tokenizer prompts are ids.
-          strategy: "mars" (several tokens a forward), "ar" (one), or "auto": "mars" if there is a mask token.
+          strategy: "mars" (several tokens a forward), "ar" (one), or "auto": "mars" if there is a mask token. "chain"
+            and "comb" verify what the masks guess: several tokens a forward, and exactly those of "ar" while τ is 1.
           window: W, predictions a forward ("mars"); None: the block size the model was trained with, else 4.
+          k: drafts a forward ("chain", "comb"); None: the block size, else 4.
           block_size: B of training, if known; a window beyond it warns.
           forbidden: ids never emitted, taken out of the logits before anything is chosen or measured. None: the mask,
             padding, and what the tokenizer does not know. () reproduces the paper's sampler, which leaves them in.
           dtype: compute dtype, also of the cache.
           prefill_chunk: prompt tokens a forward, at most; None: 32 on a CPU, 256 elsewhere.
+          lanes: prompts answered at a time.
           consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
         """
         if hasattr(model, "generation"):
@@ -63,14 +70,16 @@ class Generator:
             block_size = block_size or (pretrained.hf_config.get("marsjax") or {}).get("block_size")
         self.config = model.config
         self.tokenizer = tokenizer
-        self.plan = _plan(strategy, window, block_size, mask_id)
+        self.plan = _plan(strategy, window, k, block_size, mask_id)
+        self.lanes = lanes
         if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
             raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")
         ends = tuple(int(i) for i in eos_ids)
         net, params = network.split(model, dtype, consume=consume)
         if prefill_chunk is None:
             prefill_chunk = 32 if net.for_cpu else 256
-        self._engine = Engine(
+        self._engines: dict[int, Engine] = {}
+        self.runtime = Runtime(
             network=net,
             params=params,
             plan=self.plan,
@@ -101,6 +110,7 @@ class Generator:
         top_k: int | Sequence[int] | None = None,
         top_p: float | Sequence[float] | None = None,
         seed: int | Sequence[int] | None = None,
+        verification: str | Sequence[str] = "coupled",
         stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
@@ -122,61 +132,102 @@ class Generator:
           temperature: 0 is greedy, ties to the lowest id. top_k, top_p: as usual; None, 0 and 1 keep all.
           seed: samples depend on it and on a token's position only, so equal prompts with equal seeds get equal
             answers: pass one a prompt for different ones. None draws them; each result says its own.
+          verification: how "chain" and "comb" verify when sampling, both exact in distribution. "coupled": the text
+            of a seed is that of "ar". "rejection": drafts are kept with the probability the model gives them.
           stop: strings that end the answer and are not part of it. stop_ids: further end tokens, which are.
           ignore_eos: end tokens are ordinary tokens. raw: texts are not put through the chat template.
         """
-        batch, single = self._batch(
-            prompts, tau=tau, measure=measure, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, seed=seed, stop=stop, stop_ids=stop_ids, ignore_eos=ignore_eos, raw=raw,
+        specs, single = self._specs(
+            prompts, raw=raw, tau=tau, measure=measure, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, seed=seed, verification=verification, stop=stop, stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
         )  # fmt: skip
-        while not batch.over:
-            batch.advance(STEPS_BETWEEN_STOP_CHECKS if batch.stops else None)
-        results = batch.results()
+        results = run_all(self._engine(min(len(specs), self.lanes)), specs)
         return results[0] if single else results
+
+    def engine(self, lanes: int | None = None, *, max_waiting: int | None = None) -> Engine:
+        """An engine of this model and strategy, to submit requests to (`spec`) while others run."""
+        return Engine(self.runtime, self.lanes if lanes is None else lanes, max_waiting=max_waiting)
+
+    def spec(self, prompt: Any, *, raw: bool = False, **options: Any) -> Spec:
+        """One prompt with its options, checked, for `Engine.submit`; options as in `generate`."""
+        specs, single = self._specs(prompt, raw=raw, **options)
+        if not single:
+            raise ValueError(f"one prompt is wanted, got a list of {len(prompt)}")
+        return specs[0]
 
     def stream(self, prompt: Any, *, tau: float | Callable[[], float] | None = None, **options: Any) -> Iterator[Chunk]:
         """The answer to one prompt, a `Chunk` a forward; options as in `generate`.
 
         `tau` may be a function, which is asked before every forward; changing τ compiles nothing.
         """
-        options = (self.generate.__kwdefaults__ or {}) | options | {"tau": tau() if callable(tau) else tau}
-        batch, single = self._batch(prompt, **options)
-        if not single:
-            raise ValueError(f"stream takes one prompt, got a list of {len(prompt)}")
-        return self._stream(batch, tau if callable(tau) else None)
+        spec = self.spec(prompt, tau=tau() if callable(tau) else tau, **options)
+        return self._stream(spec, tau if callable(tau) else None)
 
-    def _stream(self, batch: Batch, tau: Callable[[], float] | None) -> Iterator[Chunk]:
-        given = 0
-        answer = batch.answers[0]
-        while not batch.over:
-            if tau is not None:
-                batch.set_tau(tau())
-            text = batch.advance(1)[0]
-            final = len(answer.ids) if batch.over else answer.final
-            yield Chunk(text, answer.ids[given:final], batch.results()[0] if batch.over else None)
-            given = final
+    def _stream(self, spec: Spec, tau: Callable[[], float] | None) -> Iterator[Chunk]:
+        engine = self._engine(1)
+        request = engine.submit(spec)
+        try:
+            while not request.ended:
+                if tau is not None:
+                    engine.set_tau(tau(), request)
+                engine.turn(1)
+                if request.error is not None:
+                    raise request.error
+                yield request.take()
+        finally:
+            engine.cancel(request)  # if its reader left
 
-    def _batch(self, prompts: Any, *, raw: bool, **options: Any) -> tuple[Batch, bool]:
+    def _engine(self, lanes: int) -> Engine:
+        """The idle engine of a number of lanes; a busy one (two streams at once) is left alone."""
+        engine = self._engines.get(lanes)
+        if engine is None or not engine.idle:
+            engine = self._engines[lanes] = self.engine(lanes)
+        return engine
+
+    def _specs(self, prompts: Any, *, raw: bool, **options: Any) -> tuple[list[Spec], bool]:
         prompts, single = requests.split_batch(prompts)
         ids = [requests.prompt_ids(prompt, self.tokenizer, self.config.vocab_size, raw=raw) for prompt in prompts]
-        return Batch(self._engine, ids, **options), single
+        specs = requests.check(
+            ids,
+            window=self.plan.window,
+            max_positions=self.config.max_positions,
+            vocab_size=self.config.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+            eos_ids=self.runtime.eos_ids,
+            **options,
+        )
+        return specs, single
 
 
-def _plan(strategy: str, window: int | None, block_size: int | None, mask_id: int | None) -> plans.SlotPlan:
-    if strategy not in ("auto", "ar", "mars"):
-        raise ValueError(f"strategy must be auto, ar or mars, got {strategy!r}")
+def _plan(
+    strategy: str, window: int | None, k: int | None, block_size: int | None, mask_id: int | None
+) -> plans.SlotPlan:
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}")
     if strategy == "auto":
         strategy = "ar" if mask_id is None else "mars"
+    if window is not None and strategy in ("chain", "comb"):
+        raise ValueError(f"window belongs to strategy 'mars'; with {strategy!r} say k, the number of drafts")
+    if k is not None and strategy in ("ar", "mars"):
+        raise ValueError(f"k belongs to strategies 'chain' and 'comb', not to {strategy!r}")
     if strategy == "ar":
         return plans.ar()
     if mask_id is None:
         raise ValueError(
-            "strategy 'mars' needs a mask token and this model has none: fine-tune it with `marsjax train`, or use 'ar'"
+            f"strategy {strategy!r} needs a mask token and this model has none: fine-tune it with `marsjax train`, or "
+            "use 'ar'"
         )
-    plan = plans.mars(window if window is not None else block_size or DEFAULT_WINDOW)
-    if block_size is not None and plan.window > block_size:
+    if strategy == "mars":
+        asked = window if window is not None else block_size or DEFAULT_WINDOW
+        plan = plans.mars(asked)
+    else:
+        asked = k if k is not None else block_size or DEFAULT_WINDOW
+        plan = (plans.chain if strategy == "chain" else plans.comb)(asked)
+    if block_size is not None and asked > block_size:
+        name = "window" if strategy == "mars" else "k"
         warnings.warn(
-            f"window {plan.window} is beyond the block size {block_size} this model was trained with: what it predicts "
+            f"{name} {asked} is beyond the block size {block_size} this model was trained with: what it predicts "
             "further ahead it has never learned",
             stacklevel=3,
         )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from marsjax.decoding import cache, cpu
 from marsjax.models import Decoder, ModelConfig, to_list
@@ -37,6 +38,19 @@ class DecoderNetwork:
     def unembed(self, params, hidden):
         model = self._model(params)
         return cpu.unembed(model, hidden) if self.for_cpu else model.unembed(hidden)
+
+    def commit(self, cache_, slots, first, entries, cursor, writes):
+        return cache.commit(cache_, slots, first, entries, cursor, writes)
+
+    def write_rows(self, old, new, start, writes):
+        return cache.write_rows(old, new, start, writes)
+
+    def state_sharding(self, params, state):
+        """With the weights, and whole on each device if those are spread out."""
+        sharding = next((p.sharding for p in params if hasattr(p, "sharding")), None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+        return sharding
 
     def _model(self, params) -> Decoder:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, params))

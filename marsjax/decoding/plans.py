@@ -1,8 +1,8 @@
 """Slot plans: what one forward pass is fed, as constants.
 
 A plan is P *pending* slots (real tokens that were emitted but have no keys and values yet, right-aligned) and a tree
-of further slots rooted at the last pending one. Everything here is known at compile time; ids, the number of pending
-tokens and the cursors are data.
+of further slots rooted at the last pending one: drafts (guesses to be verified) and masks (questions). Everything here
+is known at compile time; ids, cursors and the numbers of pending tokens and of drafts are data.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-TOKEN, MASK = 0, 1
+TOKEN, DRAFT, MASK = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,24 +20,21 @@ class SlotPlan:
     Attributes:
       name: what users call the strategy.
       pending: P, slots of the pending run; the last of them is the root.
-      kinds: TOKEN or MASK for each of the S slots.
+      kinds: TOKEN, DRAFT or MASK for each of the S slots; the pending run first, then the drafts.
       parents: slot each slot hangs on; -1 for the first. Parents come before their children.
-      heads: slots whose predictions are needed, in the order of the positions they predict. The first is the root.
     """
 
     name: str
     pending: int
     kinds: tuple[int, ...]
     parents: tuple[int, ...]
-    heads: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if len(self.kinds) != len(self.parents) or any(p >= i for i, p in enumerate(self.parents)):
             raise ValueError(f"plan {self.name}: every slot needs one parent that comes before it, got {self.parents}")
-        if self.heads[0] != self.root:
-            raise ValueError(
-                f"plan {self.name}: the first prediction must be the root's ({self.root}), got {self.heads}"
-            )
+        expected = (TOKEN,) * self.pending + (DRAFT,) * self.drafts
+        if self.pending < 1 or self.kinds[: len(expected)] != expected:
+            raise ValueError(f"plan {self.name}: pending tokens come first, then drafts, then masks, got {self.kinds}")
 
     @property
     def size(self) -> int:
@@ -49,27 +46,47 @@ class SlotPlan:
         return self.pending - 1
 
     @property
+    def drafts(self) -> int:
+        """k, slots for drafts."""
+        return self.kinds.count(DRAFT)
+
+    @functools.cached_property
+    def heads(self) -> tuple[int, ...]:
+        """Slots whose predictions decide what is accepted: the root and its drafts, or if there are none its masks."""
+        after = DRAFT if self.drafts else MASK
+        return (self.root, *(i for i, kind in enumerate(self.kinds) if kind == after))
+
+    @property
     def window(self) -> int:
-        """W, the most tokens a step can emit; also the most that can be pending in the next."""
+        """W, the most tokens a step can emit."""
         return len(self.heads)
+
+    @property
+    def commits(self) -> int:
+        """Entries written to a row's cache by a step: the pending run and the drafts."""
+        return self.pending + self.drafts
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """With drafts: the run of masks behind each of `heads`; empty where there is none."""
+        behind = {parent: i for i, parent in enumerate(self.parents) if self.kinds[i] == MASK}
+
+        def run(slot: int) -> tuple[int, ...]:
+            return (behind[slot], *run(behind[slot])) if slot in behind else ()
+
+        return tuple(run(head) for head in self.heads) if self.drafts else ()
 
     def with_pending(self, pending: int) -> "SlotPlan":
         """The same tree behind a shorter pending run."""
         cut = self.pending - pending
         return dataclasses.replace(
-            self,
-            pending=pending,
-            kinds=self.kinds[cut:],
-            parents=tuple(max(p - cut, -1) for p in self.parents[cut:]),
-            heads=tuple(h - cut for h in self.heads),
+            self, pending=pending, kinds=self.kinds[cut:], parents=tuple(max(p - cut, -1) for p in self.parents[cut:])
         )
 
     @functools.cached_property
     def depth(self) -> np.ndarray:
         """[S] int32, distance from the root; negative for the pending slots before it."""
-        steps = np.zeros(self.size, np.int32)
-        for slot, parent in enumerate(self.parents):
-            steps[slot] = 0 if parent < 0 else steps[parent] + 1
+        steps = self.sees.sum(1).astype(np.int32)
         return steps - steps[self.root]
 
     @functools.cached_property
@@ -87,24 +104,44 @@ class SlotPlan:
         return np.asarray(self.kinds) == MASK
 
 
-def _chain(name: str, pending: int, masks: int) -> SlotPlan:
-    size = pending + masks
-    return SlotPlan(
-        name=name,
-        pending=pending,
-        kinds=(TOKEN,) * pending + (MASK,) * masks,
-        parents=tuple(range(-1, size - 1)),
-        heads=tuple(range(pending - 1, size)),
-    )
-
-
 def ar() -> SlotPlan:
     """One token a step."""
-    return _chain("ar", pending=1, masks=0)
+    return SlotPlan("ar", pending=1, kinds=(TOKEN,), parents=(-1,))
 
 
 def mars(window: int) -> SlotPlan:
     """The sliding window of arXiv 2604.07023, section 4: W predictions a step from W - 1 masks; S = 2W - 1."""
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"window must be a positive integer, got {window!r}")
-    return _chain("mars", pending=window, masks=window - 1)
+    size = 2 * _positive("window", window) - 1
+    return SlotPlan(
+        "mars",
+        pending=window,
+        kinds=(TOKEN,) * window + (MASK,) * (window - 1),
+        parents=tuple(range(-1, size - 1)),
+    )
+
+
+def chain(k: int) -> SlotPlan:
+    """Linear self-verification: k drafts in a row, k masks behind them; S = 2k + 1.
+
+    The masks propose only if every draft was accepted: else they saw wrong tokens, and the next step has no drafts.
+    """
+    size = 2 * _positive("k", k) + 1
+    return SlotPlan("chain", pending=1, kinds=(TOKEN,) + (DRAFT,) * k + (MASK,) * k, parents=tuple(range(-1, size - 1)))
+
+
+def comb(k: int) -> SlotPlan:
+    """Quadratic self-verification: k drafts in a row, k masks behind the root and behind every draft; S = (k + 1)².
+
+    Whatever is accepted, k masks stand behind it: every step has k drafts.
+    """
+    parents = list(range(-1, _positive("k", k)))
+    for head in range(k + 1):
+        first = len(parents)
+        parents += [head, *range(first, first + k - 1)]
+    return SlotPlan("comb", pending=1, kinds=(TOKEN,) + (DRAFT,) * k + (MASK,) * (k * (k + 1)), parents=tuple(parents))
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value

@@ -65,40 +65,112 @@ def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Checked options, one entry a row, in the dtypes of `marsjax.decoding.step.Controls`."""
+class Spec:
+    """One checked request, in the dtypes of `marsjax.decoding.step.Controls`."""
 
-    tau: np.ndarray
-    measure: np.ndarray
-    max_new_tokens: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    seed: np.ndarray
+    prompt: list[int]
+    max_new_tokens: int
+    tau: np.float32
+    measure: np.int32
+    temperature: np.float32
+    top_k: np.int32
+    top_p: np.float32
+    seed: np.uint32
+    rejection: bool
+    ends: tuple[int, ...]
+    stops: tuple[str, ...]
+
+    @property
+    def needed(self) -> int:
+        """Tokens of the prompt and the longest answer."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def controls(self) -> dict[str, Any]:
+        names = ("tau", "measure", "temperature", "top_k", "top_p", "seed", "rejection", "ends")
+        return {name: getattr(self, name) for name in names}
 
 
-def check_options(
-    rows: int, *, tau: Any, measure: Any, max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any
-) -> Options:
-    """Each option is one value for all rows or a sequence of one a row. Raises TypeError or ValueError by name."""
+def check(
+    prompts: list[list[int]],
+    *,
+    window: int,
+    max_positions: int,
+    vocab_size: int,
+    has_tokenizer: bool,
+    eos_ids: Sequence[int],
+    tau: Any = None,
+    measure: Any = "probability",
+    max_new_tokens: Any = 256,
+    temperature: Any = 0.0,
+    top_k: Any = None,
+    top_p: Any = None,
+    seed: Any = None,
+    verification: Any = "coupled",
+    stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+) -> list[Spec]:
+    """The requests of a call; see `Generator.generate`. Each option but the last three is one value or one a prompt.
+
+    Raises TypeError or ValueError by name.
+    """
+    rows = len(prompts)
     measures = _per_row("measure", measure, rows, _measure)
     taus = tau_rows(tau, measures)
+    limits = _per_row("max_new_tokens", max_new_tokens, rows, _positive_int)
     seeds = [secrets.randbelow(MAX_SEED) for _ in range(rows)] if seed is None else _per_row("seed", seed, rows, _seed)
-    return Options(
-        tau=taus,
-        measure=np.asarray(measures, np.int32),
-        max_new_tokens=np.asarray(_per_row("max_new_tokens", max_new_tokens, rows, _positive_int), np.int64),
-        temperature=np.asarray(_per_row("temperature", temperature, rows, _temperature), np.float32),
-        # Rows of the vocabulary are far fewer than 2^31, and a top_k beyond them keeps all.
-        top_k=np.minimum(_per_row("top_k", 0 if top_k is None else top_k, rows, _top_k), 2**31 - 1).astype(np.int32),
-        top_p=np.asarray(_per_row("top_p", 1.0 if top_p is None else top_p, rows, _top_p), np.float32),
-        seed=np.asarray(seeds, np.uint32),
-    )
+    temperatures = _per_row("temperature", temperature, rows, _temperature)
+    top_ks = _per_row("top_k", 0 if top_k is None else top_k, rows, _top_k)
+    top_ps = _per_row("top_p", 1.0 if top_p is None else top_p, rows, _top_p)
+    rejections = _per_row("verification", verification, rows, _verification)
+    stops = _stop_strings(stop, has_tokenizer)
+    ends = end_ids(() if ignore_eos else eos_ids, stop_ids, vocab_size)
+    check_lengths(prompts, limits, max_positions)
+    if window == 1:
+        check_no_threshold(taus, measures)
+    return [
+        Spec(
+            prompt=prompts[i],
+            max_new_tokens=limits[i],
+            tau=taus[i],
+            measure=np.int32(measures[i]),
+            temperature=np.float32(temperatures[i]),
+            # Rows of the vocabulary are far fewer than 2^31, and a top_k beyond them keeps all.
+            top_k=np.int32(min(top_ks[i], 2**31 - 1)),
+            top_p=np.float32(top_ps[i]),
+            seed=np.uint32(seeds[i]),
+            rejection=rejections[i],
+            ends=ends,
+            stops=stops,
+        )
+        for i in range(rows)
+    ]
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: np.ndarray, max_positions: int) -> None:
+def check_options(rows: int, **options: Any) -> None:
+    """Refuses what would be wrong with any model, before one is read."""
+    check([[0]] * rows, window=2, max_positions=2**63, vocab_size=2**31, has_tokenizer=True, eos_ids=(), **options)
+
+
+def _verification(name: str, value: Any) -> bool:
+    if value not in ("coupled", "rejection"):
+        raise ValueError(f"{name} must be coupled or rejection, got {value!r}")
+    return value == "rejection"
+
+
+def _stop_strings(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for one in stops:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"stop must be strings of at least one character, got {one!r}; token ids go to stop_ids")
+    if stops and not has_tokenizer:
+        raise ValueError("stop strings need a tokenizer, and this generator has none; use stop_ids")
+    return stops
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], max_positions: int) -> None:
     for row, (ids, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-        needed = len(ids) + int(limit)
+        needed = len(ids) + limit
         if needed > max_positions:
             raise ValueError(
                 f"prompt {row} has {len(ids)} tokens; with max_new_tokens={limit} that makes {needed}, but the model "
@@ -106,9 +178,9 @@ def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: np.ndarray, 
             )
 
 
-def check_no_threshold(options: Options) -> None:
+def check_no_threshold(taus: Sequence[Any] | np.ndarray, measures: Sequence[int]) -> None:
     """Refuses a τ that a one-token strategy would silently ignore."""
-    for tau, measure in zip(options.tau, options.measure, strict=True):
+    for tau, measure in zip(taus, measures, strict=True):
         if tau != ar_tau(measure):
             raise ValueError(
                 f"tau={tau:g} has no meaning with strategy 'ar', which gives one token a forward: use a model with a "

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,12 +13,12 @@ class Result:
     Attributes:
       text: the answer without special tokens, up to a stop string; None without a tokenizer.
       ids: the answer's tokens, an end token included. With a stop string: the tokens that hold the text before it.
-      finish_reason: "stop" (end token or stop string) or "length".
-      stop: the end token's id or the stop string; None for "length".
+      finish_reason: "stop" (end token or stop string), "length" or "cancelled".
+      stop: the end token's id or the stop string; None otherwise.
       chunks: tokens accepted by each forward, in order; they sum to len(ids).
       seed: what the row's samples were drawn with; generating with it again gives the same answer.
-      seconds: wall time of the decode loop of the whole batch, prefill and compilation apart.
-      prefill_seconds: wall time of committing the batch's prompts.
+      seconds: wall time of the decode steps the request took part in, prefill and compilation apart.
+      prefill_seconds: wall time of committing its prompt and those admitted with it.
     """
 
     text: str | None

@@ -56,22 +56,61 @@ def choose(
     best = greedy(logits)
 
     def sampled():
-        scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, MIN_TEMPERATURE)[:, None, None]
-        filters = (temperature > 0) & ((top_k > 0) | (top_p < 1))
-        kept = jax.lax.cond(filters.any(), lambda: _filter(scaled, top_k, top_p), lambda: scaled)
-        drawn = greedy(kept + _noise(seed, positions, logits.shape[-1]))
+        kept = _kept(logits, temperature, top_k, top_p)
+        drawn = greedy(kept + _noise(seed, positions, logits.shape[-1], _CHOICE))
         return jnp.where(temperature[:, None] > 0, drawn, best)
 
     return jax.lax.cond((temperature > 0).any(), sampled, lambda: best)
 
 
-def _noise(seed: jax.Array, positions: jax.Array, vocab: int) -> jax.Array:
+def reject(
+    logits: jax.Array,
+    positions: jax.Array,
+    drafts: jax.Array,
+    *,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Rejection sampling of drafts that were certain to be proposed (q = 1): (accept [N, k] bool, instead [N, k]).
+
+    A draft is kept with the probability the model gives it; `instead` is a sample of the model without it. The two are
+    independent, and so what is emitted has the model's distribution. Arguments as in `choose`, `drafts` [N, k].
+    """
+    kept = _kept(logits, temperature, top_k, top_p)
+    p = jnp.take_along_axis(jax.nn.softmax(kept, axis=-1), drafts[..., None], -1)[..., 0]
+
+    def uniform(seed, position):
+        return jax.random.uniform(_key(seed, position, _ACCEPT))
+
+    accept = jax.vmap(jax.vmap(uniform, (None, 0)))(seed, positions) < p
+    others = jnp.where(jnp.arange(logits.shape[-1]) == drafts[..., None], -jnp.inf, kept)
+    return accept, greedy(others + _noise(seed, positions, logits.shape[-1], _INSTEAD))
+
+
+_CHOICE, _ACCEPT, _INSTEAD = range(3)  # what a position's noise is used for
+
+
+def _key(seed: jax.Array, position: jax.Array, use: int) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return key if use == _CHOICE else jax.random.fold_in(key, use)
+
+
+def _noise(seed: jax.Array, positions: jax.Array, vocab: int, use: int) -> jax.Array:
     """Gumbel noise [N, W, V]: the arg-max of logits plus it is a sample of their softmax."""
 
     def one(seed, position):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
+        return jax.random.gumbel(_key(seed, position, use), (vocab,), jnp.float32)
 
     return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
+
+
+def _kept(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits at their temperature, what top-k and top-p cut off at -inf."""
+    scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, MIN_TEMPERATURE)[:, None, None]
+    filters = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    return jax.lax.cond(filters.any(), lambda: _filter(scaled, top_k, top_p), lambda: scaled)
 
 
 def _filter(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -5,13 +5,14 @@ import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import marsjax.weights
-from marsjax.decoding import Generator, plans
-from marsjax.decoding.batch import Batch, Engine
-from marsjax.decoding.cache import LayerCache
+from marsjax.decoding import Generator, plans, requests
+from marsjax.decoding.cache import LayerCache, commit, write_rows
+from marsjax.decoding.engine import Engine, Runtime
 
 CASES = Path(__file__).parents[1] / "cases"
 END, PAD, MASK = 1, 0, 65  # of the two tiny models
@@ -24,12 +25,13 @@ def pretrained(name):
 
 
 @functools.cache
-def generator(name="tiny_mars", strategy="mars", window=4, forbid=True):
+def generator(name="tiny_mars", strategy="mars", window=4, forbid=True, **options):
     return Generator(
         pretrained(name),
         mask_id=MASK,
         strategy=strategy,
-        window=window,
+        window=window if strategy == "mars" else None,
+        **options,
         prefill_chunk=16,
         forbidden=None if forbid else (),
     )
@@ -57,6 +59,12 @@ class Script:
         k = positions[:, None, :, None].astype(jnp.float32)
         return positions, [LayerCache(k, tokens[:, None, :, None].astype(jnp.float32))]
 
+    commit = staticmethod(commit)
+    write_rows = staticmethod(write_rows)
+
+    def state_sharding(self, params, state):
+        return jax.local_devices()[0]
+
     def unembed(self, params, hidden):
         tokens, sure, prompt_length = params
         at = jnp.clip(hidden + 1 - prompt_length, 0, len(tokens) - 1)
@@ -72,10 +80,28 @@ def script(tokens, sure, prompt_length=3, vocab=16):
     return Script(vocab), (tokens, sure, np.int32(prompt_length)), prompt_length
 
 
-def script_batch(scripted, window, rows=1, tokenizer=None, ends=(), stop=(), stop_ids=(), ignore_eos=False, **options):
+class Running:
+    """Requests in an engine with a lane for each."""
+
+    def __init__(self, engine, specs):
+        self.engine, self.requests = engine, [engine.submit(spec) for spec in specs]
+
+    @property
+    def over(self):
+        return self.engine.idle
+
+    def advance(self, steps=None):
+        self.engine.turn(steps)
+        return [request.take().text for request in self.requests]
+
+    def results(self):
+        return [request.result for request in self.requests]
+
+
+def script_batch(scripted, window, rows=1, tokenizer=None, ends=(), **options):
     """A batch of `rows` equal prompts answered by a script."""
     network, params, prompt_length = scripted
-    engine = Engine(
+    runtime = Runtime(
         network=network,
         params=params,
         plan=plans.mars(window),
@@ -87,14 +113,11 @@ def script_batch(scripted, window, rows=1, tokenizer=None, ends=(), stop=(), sto
         vocab_size=network.vocab,
         max_positions=1000,
     )
-    defaults = {
-        "tau": None, "measure": "probability", "max_new_tokens": 8, "temperature": 0.0, "top_k": None, "top_p": None,
-        "seed": 0,
-    }  # fmt: skip
-    return Batch(
-        engine, [[2] * prompt_length] * rows, stop=stop, stop_ids=stop_ids, ignore_eos=ignore_eos,
-        **(defaults | options),
+    specs = requests.check(
+        [[2] * prompt_length] * rows, window=window, max_positions=1000, vocab_size=network.vocab,
+        has_tokenizer=tokenizer is not None, eos_ids=ends, **({"max_new_tokens": 8, "seed": 0} | options),
     )  # fmt: skip
+    return Running(Engine(runtime, rows), specs)
 
 
 def finish(batch, steps=None):

@@ -61,3 +61,40 @@ def decode(model, prompt, *, window, tau, limit, end, mask, forbidden=(), measur
             if ids[-1] == end or len(ids) == limit:
                 return ids, [*runs, run]
         runs.append(run)
+
+
+def decode_verified(model, prompt, *, plan, k, limit, end, mask, forbidden=(), tau=1.0):
+    """(ids, accepted run lengths) of self-verification: the masks' drafts, kept while they are the model's own choice.
+
+    "comb" asks k masks behind whatever was accepted; "chain" asks them behind all of its drafts only. With τ < 1 a
+    draft is also kept if its probability and those of the drafts before it were at least τ.
+    """
+
+    def probabilities(tokens):
+        logits = logits_of(model, tokens).astype(np.float64)
+        logits[:, list(forbidden)] = -np.inf
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        return p / p.sum(1, keepdims=True)
+
+    ids, runs, drafts = [], [], []
+    while True:
+        known = [*prompt, *ids]
+        own = probabilities([*known, *(token for token, _ in drafts)]).argmax(1)[len(known) - 1 :]
+        accepted = 0
+        while accepted < len(drafts) and (drafts[accepted][0] == own[accepted] or drafts[accepted][1]):
+            accepted += 1
+        kept = [token for token, _ in drafts[:accepted]]
+        emitted = [*kept, int(own[accepted])]
+        emitted = emitted[: limit - len(ids)]
+        if end in emitted:
+            emitted = emitted[: emitted.index(end) + 1]
+        ids += emitted
+        runs.append(len(emitted))
+        if ids[-1] == end or len(ids) == limit:
+            return ids, runs
+        if plan == "chain" and accepted < len(drafts):
+            drafts = []
+            continue
+        rows = probabilities([*known, *kept] + [mask] * k)[-k:]
+        sure = np.logical_and.accumulate([tau < 1 and row.max() >= tau for row in rows])
+        drafts = [(int(row.argmax()), bool(s)) for row, s in zip(rows, sure, strict=True)]

@@ -1,5 +1,7 @@
 """The layout for CPUs computes what the decoder computes, for every number of rows and threads."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from marsjax.models.decoder import Linear
 def test_joint_linear(rows, threads, monkeypatch):
     monkeypatch.setattr(cpu, "threads", lambda: threads)
     rngs = nnx.Rngs(0)
-    linears = [Linear(24, out, ("embed", "heads"), bias=True, rngs=rngs, scale=0.3, dtype=jnp.float32) for out in (30, 6, 12)]
+    make = functools.partial(Linear, 24, axes=("embed", "heads"), bias=True, rngs=rngs, scale=0.3, dtype=jnp.float32)
+    linears = [make(out) for out in (30, 6, 12)]
     for i, linear in enumerate(linears):
         linear.bias[...] = jnp.arange(linear.bias.shape[0], dtype=jnp.float32) + i
     joint = cpu.JointLinear(linears, consume=False)

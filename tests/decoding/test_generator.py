@@ -13,7 +13,7 @@ from decoding_helpers import CASES, END, MASK, PAD, ROWS, generator, pretrained
 
 import marsjax.weights
 from marsjax.decoding import Generator
-from marsjax.decoding.batch import cache_length
+from marsjax.decoding.engine import cache_length
 from marsjax.decoding.network import split
 from marsjax.decoding.requests import prompt_ids
 from marsjax.decoding.step import advance
@@ -87,7 +87,7 @@ def test_unknown_option_names():
 def test_bad_generators():
     with pytest.raises(ValueError, match="needs a mask token"):
         Generator(pretrained("tiny_mars"), strategy="mars")
-    with pytest.raises(ValueError, match="auto, ar or mars, got 'fast'"):
+    with pytest.raises(ValueError, match="auto, ar, mars, chain, comb, got 'fast'"):
         Generator(pretrained("tiny_mars"), strategy="fast")
     with pytest.raises(ValueError, match=r"mask_id 99 .* 72"):
         Generator(pretrained("tiny_mars"), mask_id=99)
@@ -158,7 +158,7 @@ def test_masks_and_padding_are_never_emitted():
 
 
 def test_an_end_token_that_pads_is_still_emitted():
-    assert Generator(pretrained("tiny_mars"), pad_id=END)._engine.allowed[END]
+    assert Generator(pretrained("tiny_mars"), pad_id=END).runtime.allowed[END]
 
 
 def test_nothing_compiles_after_the_first_call(compilations):
@@ -178,17 +178,19 @@ def test_nothing_compiles_after_the_first_call(compilations):
     assert compilations  # so the listener does hear them
 
 
-def test_three_programs_and_a_cache_updated_in_place(compilations):
+def test_four_programs_and_a_cache_updated_in_place(compilations):
     rows, length = 3, 64
-    batch, _ = generator()._batch([PROMPT] * rows, **{**generator().generate.__kwdefaults__, "max_new_tokens": 8})
-    batch.advance(1)
-    assert len(compilations) == 3  # start, prefill, advance
-    engine = generator()._engine
-    arguments = engine.params, batch._controls, batch._state, np.int32(0)
-    program = advance.lower(engine.network, engine.plan, *arguments).compile()
+    engine = generator().engine(rows)
+    for _ in range(rows):
+        engine.submit(generator().spec(PROMPT, max_new_tokens=8))
+    engine.turn(1)
+    assert len(compilations) == 4  # start, admit, prefill, advance
+    runtime = generator().runtime
+    arguments = runtime.params, engine._controls, engine._state, np.int32(0), np.int32(1)
+    program = advance.lower(runtime.network, runtime.plan, *arguments).compile()
     config = generator().config
     shape = (rows, config.num_kv_heads, length, config.head_dim)
-    assert batch._state.cache[0].k.shape == shape
+    assert engine._state.cache[0].k.shape == shape
     text = program.as_text()
     assert "dynamic-update-slice" in text
     assert not re.findall(rf"f32\[{','.join(map(str, shape))}\]\S* copy\(", text)

@@ -76,7 +76,8 @@ def test_increments_join_to_the_text(bytes_tokenizer):
     while not running.over:
         shown += running.advance(1)[0]
         assert TEXT.startswith(shown)
-        assert bytes_tokenizer.decode(running.answers[0].ids[: running.answers[0].final]).startswith(shown)
+        answer = running.requests[0].answer
+        assert bytes_tokenizer.decode(answer.ids[: answer.final]).startswith(shown)
     assert shown == running.results()[0].text == TEXT[: TEXT.find("STOP")]
 
 

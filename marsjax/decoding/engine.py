@@ -1,0 +1,441 @@
+"""The engine: requests wait in a queue, lanes of one compiled step answer them, a lane that ends is filled again.
+
+`generate`, `stream`, batch files and servers are loops over `Engine.turn`. Everything a request asks for is data: once
+warmed up, an engine compiles nothing.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from marsjax.decoding.answer import Answer
+from marsjax.decoding.plans import SlotPlan
+from marsjax.decoding.requests import Spec, tau_rows
+from marsjax.decoding.result import Chunk, FinishReason, Result
+from marsjax.decoding.step import Controls, Network, State, admit, advance, grow, prefill, prefill_lane, slack, start
+
+UNBOUNDED = np.int32(np.iinfo(np.int32).max)
+STEPS_BETWEEN_STOP_CHECKS = 8
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """What all engines of one generator share."""
+
+    network: Network
+    params: Any
+    plan: SlotPlan
+    prefill_chunk: int
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    mask_id: np.int32
+    allowed: jax.Array  # [V] bool
+    vocab_size: int
+    max_positions: int
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Sums over everything an engine has done. Tokens are returned ones, seconds exclude compilation.
+
+    Attributes:
+      requests, cancelled: requests that ended, and those of them that were cancelled.
+      prompt_tokens, new_tokens: of ended requests.
+      forwards: of ended requests, prefill apart; a request's count ends with its last returned token.
+      runs: how many forwards returned n tokens, by n: `runs[n]`.
+      steps: decode steps of the engine, each one forward for all its lanes.
+      slots, head_rows: slots fed and rows of logits computed by those steps, idle lanes included.
+      decode_seconds, prefill_seconds: inside compiled steps.
+      compile_seconds: first calls of programs. host_seconds: the rest of the time spent in `turn`.
+    """
+
+    requests: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    forwards: int = 0
+    runs: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    steps: int = 0
+    slots: int = 0
+    head_rows: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.new_tokens / max(1, self.forwards)
+
+    @property
+    def accepted_by_depth(self) -> list[float]:
+        """Share of forwards that accepted at least 1, 2, ... tokens beyond the first."""
+        total, deepest = sum(self.runs.values()), max(self.runs, default=1)
+        return [sum(n for size, n in self.runs.items() if size > depth) / total for depth in range(1, deepest)]
+
+
+class Request:
+    """One prompt being answered; made by `Engine.submit`.
+
+    Attributes:
+      result: when it has ended, else None. error: why it failed instead (NaN logits), else None.
+    """
+
+    def __init__(self, spec: Spec, tokenizer: Any):
+        self.spec = spec
+        self.tau = spec.tau
+        self.answer = Answer(tokenizer, spec.stops, spec.ends)
+        self.result: Result | None = None
+        self.error: Exception | None = None
+        self.seconds = self.prefill_seconds = 0.0
+        self._text: list[str] = []
+        self._taken = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    def take(self) -> Chunk:
+        """What has become final since the last call."""
+        final = len(self.answer.ids) if self.ended else self.answer.final
+        chunk = Chunk("".join(self._text), self.answer.ids[self._taken : final], self.result)
+        self._text, self._taken = [], final
+        return chunk
+
+
+class Engine:
+    """`lanes` rows of one plan, fed from a queue."""
+
+    def __init__(self, runtime: Runtime, lanes: int, *, max_waiting: int | None = None):
+        """
+        Args:
+          lanes: N, requests answered at a time. Programs are compiled for each (lanes, cache length).
+          max_waiting: requests that may wait behind them; None: any number.
+        """
+        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+            raise ValueError(f"lanes must be a positive integer, got {lanes!r}")
+        self._runtime, self._max_waiting = runtime, max_waiting
+        self._lanes: list[Request | None] = [None] * lanes
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._state: State | None = None
+        self._seen = np.zeros(lanes, np.int64)  # tokens of each lane its answer knows
+        self._steps = self._fed = 0  # of the state's counters, what the statistics have
+        self._rows = _idle_rows(lanes)
+        self._controls: Controls | None = None
+        self._compiled: set[tuple[Any, ...]] = set()
+        self.statistics = Statistics()
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self._lanes if request is not None]
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self.running
+
+    def submit(self, spec: Spec) -> Request:
+        """Put a checked request (`requests.check`) into the queue. Raises QueueFull."""
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} requests wait already; try again later")
+        request = Request(spec, self._runtime.tokenizer)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, with what it has; nothing if it has ended."""
+        if request.ended:
+            return
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._end(request, "cancelled")
+
+    def set_tau(self, tau: float | None, request: Request | None = None) -> None:
+        """Change τ from the next step on, of one request or of all that wait or run."""
+        requests = [*self.running, *self._waiting] if request is None else [request]
+        taus = [tau_rows(tau, [int(r.spec.measure)])[0] for r in requests]
+        for one, value in zip(requests, taus, strict=True):
+            one.tau = value
+            if one in self._lanes:
+                self._set(self._lanes.index(one), tau=value)
+
+    def turn(self, max_steps: int | None = None) -> list[Request]:
+        """Fill free lanes, take up to `max_steps` steps (None: until a lane can be refilled, or all end).
+
+        Returns the requests that were running.
+        """
+        began, before = time.perf_counter(), self._told_seconds
+        self._admit()
+        running = self.running
+        if running:
+            steps = UNBOUNDED if max_steps is None else np.int32(max_steps)
+            if any(request.spec.stops for request in running):
+                steps = min(steps, np.int32(STEPS_BETWEEN_STOP_CHECKS))
+            self._advance(steps)
+        if self.idle:
+            self._state = None  # gives the memory back; the next request chooses the cache length anew
+        self.statistics.host_seconds += time.perf_counter() - began - (self._told_seconds - before)
+        return running
+
+    def run(self) -> None:
+        """Until nothing waits or runs."""
+        while not self.idle:
+            self.turn()
+
+    def stream(self, request: Request, steps: int = 1) -> Iterator[Chunk]:
+        """A request's chunks as they come; other requests run along."""
+        while not request.ended:
+            self.turn(steps)
+            chunk = request.take()
+            if request.error is not None:
+                raise request.error
+            if chunk.text or chunk.ids or chunk.result:
+                yield chunk
+
+    def warm_up(self, longest: int) -> None:
+        """Compile everything that requests of up to `longest` tokens (prompt + limit) can need, ahead of them."""
+        if not self.idle:
+            raise RuntimeError("an engine is warmed up before its first request")
+        lengths = [self._cache_length(1)[0]]
+        while lengths[-1] < self._cache_length(longest)[0]:
+            lengths.append(self._cache_length(lengths[-1] - slack(self._runtime.plan) + 1)[0])
+        for length in lengths:
+            self._state = self._grown(length) if self._state is not None else self._started(length)
+            for lane in (None, 0):
+                self._compile_prefill(lane)
+            self._compile_advance()
+            self._state = self._started(length)
+        self._state = None
+
+    # --- lanes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _told_seconds(self) -> float:
+        sums = self.statistics
+        return sums.decode_seconds + sums.prefill_seconds + sums.compile_seconds
+
+    def _admit(self) -> None:
+        """Waiting requests into free lanes, their prompts into the cache."""
+        free = [lane for lane, request in enumerate(self._lanes) if request is None]
+        new = [(lane, self._waiting.popleft()) for lane in free[: len(self._waiting)]]
+        if not new:
+            return
+        before = self.statistics.prefill_seconds
+        needed = max(r.spec.needed for r in [*(r for _, r in new), *self._waiting])
+        length, _ = self._cache_length(needed)
+        if not self.running:
+            self._state = self._started(length)
+        elif length > self._capacity:
+            self._state = self._grown(length)
+        is_new, lengths = np.zeros(len(self._lanes), bool), np.ones(len(self._lanes), np.int32)
+        tokens = np.zeros((len(self._lanes), self._capacity), np.int32)
+        for lane, request in new:
+            ids = request.spec.prompt
+            is_new[lane], lengths[lane], tokens[lane, : len(ids)] = True, len(ids), ids
+            self._lanes[lane], self._seen[lane] = request, len(ids)
+            self._set(lane, halted=False, limit=request.spec.needed, **request.spec.controls())
+            self._set(lane, tau=request.tau)
+        with self._compiling("admit"):
+            self._state = admit(self._runtime.plan, self._state, is_new, tokens, lengths)
+        # All lanes at once when most are new, else one by one: what a forward of the prompt costs is its rows.
+        together = 2 * len(new) >= len(self._lanes)
+        for which in [None] if together else [lane for lane, _ in new]:
+            self._compile_prefill(which)
+            started = time.perf_counter()
+            self._state = self._prefill(which, UNBOUNDED)
+            jax.block_until_ready(self._state.cursor)
+            self.statistics.prefill_seconds += time.perf_counter() - started
+        spent = self.statistics.prefill_seconds - before
+        for _, request in new:
+            request.prefill_seconds = spent
+        self._compile_advance()
+
+    def _advance(self, max_steps: np.int32) -> None:
+        runtime, running = self._runtime, self.running
+        began = time.perf_counter()
+        # With a queue, stop as soon as a lane is free for it.
+        least = np.int32(len(running) if self._waiting else 1)
+        self._state = self._advanced(max_steps, least)
+        report = (self._state.tokens, self._state.emitted_by, self._state.length, self._state.done)
+        tokens, by, length, done = map(np.asarray, jax.device_get(report))
+        steps, fed = int(self._state.steps), int(self._state.fed)
+        seconds = time.perf_counter() - began
+        took = steps - self._steps
+        self.statistics.decode_seconds += seconds
+        self.statistics.steps += took
+        self.statistics.slots += (fed - self._fed) * len(self._lanes)
+        head_rows = runtime.plan.window + runtime.plan.drafts
+        self.statistics.head_rows += took * head_rows * len(self._lanes)
+        self._steps, self._fed = steps, fed
+        for lane, request in enumerate(self._lanes):
+            if request is None:
+                continue
+            request.seconds += seconds
+            new = slice(self._seen[lane], length[lane])
+            if (tokens[lane, new] >= runtime.vocab_size).any():  # what an arg-max over NaN gives
+                request.error = FloatingPointError(
+                    f"the logits are NaN from token {self._seen[lane]} on; check the weights, and the dtype"
+                )
+                self._free(lane)
+                continue
+            request._text.append(request.answer.push(tokens[lane, new].tolist(), by[lane, new].tolist()))
+            self._seen[lane] = length[lane]
+            if request.answer.stop is not None:
+                self._end(request, "stop")
+            elif done[lane]:
+                request._text.append(request.answer.finish())
+                self._end(request, "length" if request.answer.stop is None else "stop")
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        answer, spec, sums = request.answer, request.spec, self.statistics
+        if reason == "cancelled":
+            request._text.append(answer.finish())
+            sums.cancelled += 1
+        request.result = Result(
+            text=answer.text,
+            ids=answer.ids,
+            prompt_ids=spec.prompt,
+            finish_reason=reason,
+            stop=answer.stop,
+            chunks=answer.chunks,
+            seed=int(spec.seed),
+            seconds=request.seconds,
+            prefill_seconds=request.prefill_seconds,
+        )
+        sums.requests += 1
+        sums.prompt_tokens += len(spec.prompt)
+        sums.new_tokens += len(answer.ids)
+        sums.forwards += request.result.forwards
+        sums.runs.update(request.result.chunks)
+        if request in self._lanes:
+            self._free(self._lanes.index(request))
+
+    def _free(self, lane: int) -> None:
+        self._lanes[lane] = None
+        self._set(lane, halted=True)
+
+    def _set(self, lane: int, **values: Any) -> None:
+        for name, value in values.items():
+            if name == "ends":
+                width = self._rows["ends"].shape[1]
+                if len(value) > width:  # more ends than ever before: another program
+                    wider = np.full((len(self._lanes), 1 << (len(value) - 1).bit_length()), -1, np.int32)
+                    wider[:, :width] = self._rows["ends"]
+                    self._rows["ends"] = wider
+                value = np.pad(value, (0, self._rows["ends"].shape[1] - len(value)), constant_values=-1)
+            self._rows[name][lane] = value
+        self._controls = None
+
+    # --- programs: each is first run with nothing to do, so that no time that is told contains its compilation -------
+
+    @property
+    def _capacity(self) -> int:
+        assert self._state is not None
+        return self._state.tokens.shape[1]
+
+    def _cache_length(self, needed: int) -> tuple[int, int]:
+        return cache_length(needed + slack(self._runtime.plan), self._runtime.prefill_chunk)
+
+    @contextlib.contextmanager
+    def _compiling(self, program: str, *key: Any) -> Iterator[bool]:
+        """Whether this is the first call of a program, which compiles; its time is told apart."""
+        key = (program, self._capacity, self._rows["ends"].shape[1], *key)
+        first, began = key not in self._compiled, time.perf_counter()
+        yield first
+        self._compiled.add(key)
+        if first:
+            self.statistics.compile_seconds += time.perf_counter() - began
+
+    def _started(self, length: int) -> State:
+        self._steps = self._fed = 0
+        runtime = self._runtime
+        state = start(runtime.network, runtime.plan, len(self._lanes), length)
+        # Beside the weights from the start: a state that only arrives there with the first call would compile twice.
+        return jax.device_put(state, runtime.network.state_sharding(runtime.params, state))
+
+    def _grown(self, length: int) -> State:
+        """A longer cache, bucket by bucket, so that the programs that lengthen it are few."""
+        assert self._state is not None
+        while self._capacity < length:
+            following, _ = self._cache_length(self._capacity - slack(self._runtime.plan) + 1)
+            with self._compiling("grow"):
+                self._state = grow(self._state, following)
+        return self._state
+
+    def _compile_prefill(self, lane: int | None) -> None:
+        with self._compiling("prefill", lane is None) as first:
+            if first:
+                self._state = jax.block_until_ready(self._prefill(lane, np.int32(0)))
+
+    def _compile_advance(self) -> None:
+        with self._compiling("advance") as first:
+            if first:
+                self._state = jax.block_until_ready(self._advanced(np.int32(0), np.int32(1)))
+
+    def _prefill(self, lane: int | None, max_chunks: np.int32) -> State:
+        runtime = self._runtime
+        chunk = cache_length(self._capacity, runtime.prefill_chunk)[1]
+        if lane is None:
+            return prefill(runtime.network, chunk, runtime.params, self._state, max_chunks)
+        return prefill_lane(runtime.network, chunk, runtime.params, self._state, np.int32(lane), max_chunks)
+
+    def _advanced(self, max_steps: np.int32, least: np.int32) -> State:
+        runtime = self._runtime
+        if self._controls is None:
+            rows = {name: value.copy() for name, value in self._rows.items()}  # jax may read a numpy array later
+            self._controls = Controls(**rows, allowed=runtime.allowed, mask_id=runtime.mask_id)
+        return advance(runtime.network, runtime.plan, runtime.params, self._controls, self._state, max_steps, least)
+
+
+def cache_length(needed: int, chunk_limit: int) -> tuple[int, int]:
+    """(cache length, prompt tokens a forward) for a cache of `needed` entries.
+
+    Lengths come in buckets: 64, 96, 128, 192, 256, 384 ..., two an octave, so that there are few programs and attention
+    reads at most half more than it must. Prompts are committed a quarter of that at a time, at most `chunk_limit`: a
+    short prompt in a long chunk would be mostly padding.
+    """
+    bucket = 64
+    while bucket < needed:
+        bucket = bucket * 3 // 2 if bucket & (bucket - 1) == 0 else bucket * 4 // 3
+    chunk = min(chunk_limit, bucket // 4)
+    return -(-bucket // chunk) * chunk, chunk
+
+
+def run_all(engine: Engine, specs: Iterable[Spec]) -> list[Result]:
+    """Results of many requests, in their order."""
+    requests: Sequence[Request] = [engine.submit(spec) for spec in specs]
+    engine.run()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return [request.result for request in requests if request.result is not None]
+
+
+def _idle_rows(lanes: int) -> dict[str, np.ndarray]:
+    return {
+        "tau": np.ones(lanes, np.float32),
+        "measure": np.zeros(lanes, np.int32),
+        "temperature": np.zeros(lanes, np.float32),
+        "top_k": np.zeros(lanes, np.int32),
+        "top_p": np.ones(lanes, np.float32),
+        "seed": np.zeros(lanes, np.uint32),
+        "rejection": np.zeros(lanes, bool),
+        "limit": np.zeros(lanes, np.int32),
+        "ends": np.full((lanes, 8), -1, np.int32),
+        "halted": np.ones(lanes, bool),
+    }
