@@ -1,18 +1,19 @@
 """The tokenizer of the embedded demo model: small, byte-level, in the manner of Qwen2.5.
 
-Digits stand alone, any text can be written (all 256 bytes are tokens), the conversation format is ChatML. It is built
-from the generator's own text and is the same in every process.
+Digits stand alone, names are whole, any text can be written (all 256 bytes are tokens), the conversation format is
+ChatML. It is built from the generator's own text and is the same in every process.
 """
 
 from functools import cache
+from itertools import chain
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from marsjax.data.problems import problem
+from marsjax.data.problems import CITIES, PEOPLE, problem
 from marsjax.text.chat import PLAIN_CHAT_TEMPLATE
 
-VOCABULARY_SIZE = 512
+VOCABULARY_SIZE = 640
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _SAMPLE = 4000  # problems the merges are counted on; more does not change which words matter
 
@@ -37,7 +38,8 @@ def _trained(vocabulary_size: int) -> str:
     )
     drawn = (problem(0, i) for i in range(_SAMPLE))
     texts = (f"user\n{p.question}\nassistant\n{p.answer}" for p in drawn)
-    tokenizer.train_from_iterator(texts, trainer)
+    names = [" " + " ".join(PEOPLE + CITIES)] * _SAMPLE  # often enough that every name is one token
+    tokenizer.train_from_iterator(chain(texts, names), trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _SPECIAL])
     return tokenizer.to_str()
 

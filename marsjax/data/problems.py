@@ -128,22 +128,20 @@ def _boxes(r: Random) -> tuple[str, str, str]:
 
 def _sharing(r: Random) -> tuple[str, str, str]:
     who, x = r.choice(PEOPLE), r.choice(FOODS)
-    k = r.randint(2, 9)
-    each = r.randint(10 // k + 1, 10)
-    left = r.randint(0, k - 1)
-    n = k * each + left
-    asks_left = r.random() < 0.5
-    ask = r.choice(("How many are left?", f"How many {x} are left over?") if asks_left else
-                   ("How many does each friend get?", f"How many {x} does each one get?"))  # fmt: skip
+    friends, kept = r.randint(2, 9), r.randint(2, 9)
+    each = r.randint(10 // friends + 1, 9)
+    rest = friends * each
+    n = rest + kept
     question = r.choice(
         (
-            f"{who} shares {n} {x} fairly among {k} friends. {ask}",
-            f"{k} friends of {who} share {n} {x} fairly. {ask}",
-            f"There are {n} {x} for the {k} friends of {who}, and all get the same. {ask}",
+            f"{who} has {n} {x}, keeps {kept} and shares the rest fairly among {friends} friends. "
+            f"How many {x} does each friend get?",
+            f"{friends} friends of {who} share {n} {x} fairly after {who} ate {kept}. How many does each one get?",
+            f"There are {n} {x}. {who} takes {kept}, and {friends} friends get the same of the rest. How many is that?",
         )
     )
-    steps = f"{k} x {each} = {k * each} and {n} - {k * each} = {left}. All {k} get {each} and {left} are left."
-    return question, steps, str(left if asks_left else each)
+    steps = f"Without {kept} there are {_minus(n, kept)}. Each of {friends} gets {rest} / {friends} = {each}."
+    return question, steps, str(each)
 
 
 def _sequence(r: Random) -> tuple[str, str, str]:
@@ -229,7 +227,6 @@ def _most(r: Random) -> tuple[str, str, str]:
     people = r.sample(PEOPLE, r.randint(3, 4))
     x, counts = r.choice(GOODS), r.sample(range(10, 100), len(people))
     most = r.random() < 0.5
-    best = (max if most else min)(counts)
     word = "most" if most else "fewest"
     listed = ", ".join(f"{p} {n}" for p, n in zip(people, counts, strict=True))
     question = r.choice(
@@ -239,8 +236,11 @@ def _most(r: Random) -> tuple[str, str, str]:
             f"Who has the {word} {x} here? {listed}.",
         )
     )
-    winner = people[counts.index(best)]
-    return question, f"They have {', '.join(map(str, counts))}. With {best} it is {winner}.", winner
+    steps, kept = [], (counts[0], people[0])
+    for other in zip(counts[1:], people[1:], strict=True):
+        before, kept = kept, (max if most else min)(kept, other)
+        steps.append(f"{before[1]} {before[0]}, {other[1]} {other[0]}: {kept[1]} {kept[0]}")
+    return question, f"The {word}. {'. '.join(steps)}.", kept[1]
 
 
 def _listed(r: Random, low: int, high: int) -> list[str]:

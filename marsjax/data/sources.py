@@ -107,6 +107,7 @@ def _conversation(line: Any) -> list[Message]:
             for key in (prompt_key, answer_key, *(("system",) if "system" in line else ())):
                 if not isinstance(line[key], str):
                     raise ValueError(f"{key!r} must be a string, but is {type(line[key]).__name__}")
+            check_messages(messages)
             return messages
     known = "messages, " + ", ".join("/".join(pair) for pair in PAIRS)
     raise ValueError(f"keys {sorted(line)} are none of {known}")

@@ -23,17 +23,17 @@ def test_any_text_comes_back():
 
 def test_digits_stand_alone_and_special_tokens_come_last():
     tokenizer = demo_tokenizer()
-    assert len(tokenizer) == 512
-    assert tokenizer.convert_ids_to_tokens([509, 510, 511]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (509, 511)
-    assert turn_end_id(tokenizer) == 511
+    assert len(tokenizer) == 640
+    assert tokenizer.convert_ids_to_tokens([637, 638, 639]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (637, 639)
+    assert turn_end_id(tokenizer) == 639
     assert not [t for t in tokenizer.get_vocab() if any(c.isdigit() for c in t) and len(t) > 1]
 
 
 def test_copies_are_independent():
     first = demo_tokenizer()
     first.add_tokens(["<|extra|>"])
-    assert len(demo_tokenizer()) == 512
+    assert len(demo_tokenizer()) == 640
 
 
 def test_survives_saving(tmp_path):
@@ -48,4 +48,4 @@ def test_survives_saving(tmp_path):
             "<|im_start|>user\nHow many are 3 pens?<|im_end|>\n<|im_start|>assistant\n"
         )
     assert loaded("7 pens 漢")["input_ids"] == tokenizer("7 pens 漢")["input_ids"]
-    assert (loaded.pad_token_id, loaded.eos_token_id) == (509, 511)
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (637, 639)

@@ -49,7 +49,9 @@ def solve(family, question):
         case "boxes":
             return math.prod(n)
         case "sharing":
-            return max(n) % min(n) if "left" in question else max(n) // min(n)
+            total = max(n)
+            friends = int(re.search(r"(\d+) friends", question)[1])
+            return (total - (sum(n) - total - friends)) // friends
         case "sequence":
             return n[0] + n[1] * n[2] * (1 if " up " in question else -1)
         case "ages":

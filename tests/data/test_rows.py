@@ -70,7 +70,7 @@ def test_rows_with_the_mask_token_as_text_are_dropped():
     tokenizer = demo_tokenizer()
     tokenizer.add_tokens(["<|mask|>"], special_tokens=True)
     stats = RowStats()
-    maker = RowMaker(tokenizer, 64, END, mask_id=512)
+    maker = RowMaker(tokenizer, 64, END, mask_id=640)
     assert not maker([user("Write <|mask|>"), assistant("It is <|mask|>.")], stats)
     assert stats.dropped == {MASK_IN_TEXT: 1}
     assert len(maker([user("Write it"), assistant("It.")], stats)) == 1

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from marsjax.data import sources
 from marsjax.data.problems import problem
 from marsjax.data.sources import DataError, open_source, read_jsonl
 
@@ -41,7 +42,7 @@ def test_unusual_bytes_are_text(tmp_path):
     assert answer["content"] == "ü"
 
 
-def test_bad_lines_are_named_with_reasons(tmp_path):
+def test_bad_lines_are_named_with_reasons(tmp_path, monkeypatch):
     path = write(
         tmp_path / "a.jsonl",
         {"prompt": "Q", "response": "A"},
@@ -53,12 +54,16 @@ def test_bad_lines_are_named_with_reasons(tmp_path):
         {"messages": [{"role": "user"}]},
         {"question": "Q", "answer": 7},
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        {"prompt": "Q", "response": "an \ud83d"},
+        {"messages": [{"role": "user", "content": "\udc00"}]},
+        {"prompt": "Q", "response": "\ud83d\ude42"},
     )
     path.write_bytes(path.read_bytes() + b'{"prompt": "\xff", "response": "A"}\n')
+    monkeypatch.setattr(sources, "_SHOWN", 20)
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
     said = str(caught.value)
-    assert f"{path}: 9 unusable lines" in said
+    assert f"{path}: 11 unusable lines" in said
     for expected in (
         "line 2: not JSON",
         "line 3: a list, not an object",
@@ -68,7 +73,9 @@ def test_bad_lines_are_named_with_reasons(tmp_path):
         "line 7: message 0: 'content' must be a string, but is missing",
         "line 8: 'answer' must be a string, but is int",
         "line 9: message 0: 'content' must be a string, but is list",
-        "line 10: not UTF-8",
+        r"line 10: message 1: 'content' holds half a surrogate pair, '\ud83d' at 3: no character",
+        "line 11: message 0: 'content' holds half a surrogate pair",
+        "line 13: not UTF-8",
     ):
         assert expected in said
 
