@@ -120,6 +120,11 @@ def check_messages(messages: Sequence[Message]) -> None:
             if not isinstance(value, str):
                 found = f"{type(value).__name__}" if key in message else "missing"
                 raise ValueError(f"message {i}: {key!r} must be a string, but is {found}")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
+                half = f"{value[error.start]!r} at {error.start}"
+                raise ValueError(f"message {i}: {key!r} holds half a surrogate pair, {half}: no character") from None
 
 
 def _is_special(tokenizer: PreTrainedTokenizerFast, token_id: int) -> bool:

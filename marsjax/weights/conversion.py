@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from marsjax.weights.loading import open_source, read
 from marsjax.weights.names import EMBEDDING
-from marsjax.weights.saving import DTYPE_NAMES, save
+from marsjax.weights.saving import DTYPE_NAMES, check_target, save
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: Any = None, mask_token: bool = False) -> Path:
@@ -16,7 +16,10 @@ def convert(source: str | Path, target: str | Path, *, dtype: Any = None, mask_t
     Args:
       dtype: of the written weights; None: that of the source (float32 for the dequantised weights of a GGUF file).
       mask_token: reserve and initialise a row for `<|mask|>` where the checkpoint has none.
+
+    Raises FileExistsError, before anything is read, for a target that `check_target` refuses.
     """
+    check_target(target)
     opened = open_source(source)
     if dtype is None:
         # A table that is missing or of a strange type is reported by `read`, with everything else.

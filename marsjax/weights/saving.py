@@ -32,9 +32,7 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
     Everything is written beside `directory` and renamed at the end, so a crash leaves the old export or none. Weights
     of an earlier export are removed, files that do not belong to an export stay. Memory beside the model: one tensor.
     """
-    target = Path(directory).expanduser().resolve()
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; choose another directory to export to")
+    target = check_target(directory)
     held = pretrained.model.embed_table.embedding[...].dtype
     dtype = np.dtype(held if dtype is None else jnp.dtype(dtype))
     if dtype not in DTYPES:
@@ -56,6 +54,29 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
         _replace(target, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def check_target(directory: str | Path) -> Path:
+    """Where an export to `directory` goes, absolute. Raises FileExistsError where it would do harm.
+
+    The directory as a whole is put in the old one's place. That cannot be done to a mount point, takes the ground from
+    under whoever works inside, and is no way to treat a directory that holds something else.
+    """
+    target = Path(directory).expanduser().resolve()
+    if not target.exists():
+        return target
+    reason = None
+    if not target.is_dir():
+        reason = "is a file"
+    elif Path.cwd().is_relative_to(target):
+        reason = "is the working directory or holds it"
+    elif target.is_mount():
+        reason = "is a mount point"
+    elif any(target.iterdir()) and not (target / "config.json").is_file():
+        reason = "holds other things than an export (files, but no config.json)"
+    if reason is not None:
+        raise FileExistsError(f"{target} {reason}; name a directory that is new, empty or an earlier export")
     return target
 
 

@@ -92,6 +92,27 @@ def test_refusals_come_before_writing(tmp_path, random_model):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (".", "is the working directory or holds it"),
+        ("..", "is the working directory or holds it"),
+        ("../full", "holds other things than an export"),
+        ("../file", "is a file"),
+        ("/dev", "is a mount point"),
+    ],
+)
+def test_targets_that_would_do_harm_are_refused_before_reading(tmp_path, monkeypatch, target, reason):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(FileExistsError, match=f"{reason}.*; name a directory that is new, empty or an earlier export"):
+        convert("./nowhere", target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "here"]
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_without_a_source(tmp_path, random_model, arrays, family, tied):
