@@ -11,7 +11,7 @@ from marsjax.models.config import ARCHITECTURES
 from marsjax.weights.gguf_file import GGUFFile, read_header
 from marsjax.weights.gguf_tokenizer import build_tokenizer
 from marsjax.weights.names import LAYER_PREFIX
-from marsjax.weights.tensors import Source, Tensor
+from marsjax.weights.tensors import CheckpointError, Source, Tensor
 
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,8 +40,15 @@ def open_file(path: Path) -> Source:
     Raises CheckpointError for damaged files, UnsupportedModel for what this package does not compute.
     """
     file = read_header(path)
-    config = _config(file)
-    tokenizer = build_tokenizer(file.metadata, path)
+    try:
+        config = _config(file)
+        tokenizer = build_tokenizer(file.metadata, path)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # values of a wrong type trip over something else with every key
+        raise CheckpointError(
+            f"{path} has damaged metadata ({type(error).__name__}: {error}); fetch it again, or convert it anew"
+        ) from error
     ids = {f"{name}_token_id": file.metadata.get(f"tokenizer.ggml.{key}_token_id")
            for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}  # fmt: skip
     return Source(str(path), _tensors(file, config), tokenizer, {**config.to_hf(), **ids}, {})

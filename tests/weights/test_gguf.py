@@ -262,6 +262,35 @@ def test_damaged_files(tmp_path):
         load(path)
 
 
+def test_a_file_cut_anywhere_is_told(tmp_path):
+    add, _ = byte_level()
+    path = write(tmp_path / "m.gguf", "llama", random_tensors("llama", True, vocabulary=288), tokenizer=add)
+    content = path.read_bytes()
+    for cut in [*range(0, 12_000, 131), *range(12_000, len(content), 9973), len(content) - 1]:
+        path.write_bytes(content[:cut])
+        with pytest.raises(CheckpointError, match=r"too short|truncated"):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention.head_count": 0},
+        {"attention.head_count": "many"},
+        {"embedding_length": [1]},
+        {"tokenizer.ggml.merges": ["a"]},
+        {"tokenizer.ggml.token_type": [1]},
+        {"tokenizer.ggml.pre": ["qwen2"]},
+        {"tokenizer.ggml.eos_token_id": "end"},
+    ],
+)
+def test_metadata_of_wrong_types_are_damage(tmp_path, fields):
+    plain = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [*BYTES, *SPECIAL]}
+    path = write(tmp_path / "m.gguf", "llama", random_tensors("llama", True), fields={**plain, **fields})
+    with pytest.raises(CheckpointError, match=r"(?s)m.gguf has damaged metadata \(\w+: .*; fetch it again"):
+        load(path)
+
+
 def test_missing_and_unexpected_tensors_in_one_report(tmp_path):
     tensors = random_tensors("llama", True)
     del tensors["model.norm.weight"]
