@@ -10,6 +10,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Strategy = Literal["auto", "ar", "mars", "chain", "comb"]
 
 
 def demo(
@@ -84,7 +85,7 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     ignore_eos: bool = False,
-    strategy: Literal["auto", "ar", "mars", "chain", "comb"] = "auto",
+    strategy: Strategy = "auto",
     window: int | None = None,
     k: int | None = None,
     dtype: Dtype = "float32",
@@ -181,13 +182,92 @@ def convert(
     return 0
 
 
+def batch(
+    source: Positional[Path],
+    target: Positional[Path],
+    *,
+    model: str,
+    tau: float | None = None,
+    max_new_tokens: int = 256,
+    lanes: int = 16,
+    strategy: Strategy = "auto",
+    window: int | None = None,
+    k: int | None = None,
+    dtype: Dtype = "float32",
+    resume: bool = False,
+) -> int:
+    """Answer a file of OpenAI batch requests (a JSON object a line) into another, `lanes` at a time.
+
+    A line that is no good request is answered by an error under its id; the exit code is 1 if there was one.
+
+    Example: marsjax batch requests.jsonl answers.jsonl --model runs/mine/export --tau 0.95
+
+    Args:
+        source: lines with custom_id, url (/v1/chat/completions or /v1/completions) and body.
+        target: file for the answers, in the order in which they get ready.
+        model: Hugging Face directory, hub id or .gguf file.
+        tau: for requests that do not say their own.
+        max_new_tokens: for requests without max_tokens.
+        lanes: requests answered at a time.
+        strategy: mars, ar, chain, comb, or auto: mars if the model allows it.
+        window: predictions a forward pass (mars); by default the block size of training.
+        k: drafts a forward pass (chain, comb); by default the block size of training.
+        dtype: of weights and computation.
+        resume: keep the answers that target has already, and go on.
+    """
+    from marsjax.decoding.requests import check_options
+    from marsjax.serving import batch_file
+
+    defaults = {"tau": tau, "max_new_tokens": max_new_tokens}
+    check_options(1, **defaults)
+    batch_file.check_files(source, target, resume)
+    _keep_compiled_programs()
+    from marsjax.decoding.generator import Generator
+
+    generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window, k=k, lanes=lanes)
+    summary = batch_file.run(generator, source, target, model=model, defaults=defaults, resume=resume)
+    sums = summary.statistics
+    kept = f" ({summary.kept} were there)" if summary.kept else ""
+    print(
+        f"{summary.answered} answered{kept}, {summary.failed} failed; {sums.new_tokens} tokens, "
+        f"{sums.tokens_per_forward:.2f} a forward, {sums.decode_seconds + sums.prefill_seconds:.1f} s: {target}"
+    )
+    return 1 if summary.failed else 0
+
+
+def plan_slots(
+    strategy: Positional[Literal["ar", "mars", "chain", "comb"]], *, window: int | None = None, k: int | None = None
+) -> int:
+    """Draw what one forward pass of a strategy is fed.
+
+    Example: marsjax plan-slots comb --k 3
+
+    Args:
+        strategy: mars, ar, chain or comb.
+        window: predictions a forward pass (mars); 4 by default.
+        k: drafts a forward pass (chain, comb); 4 by default.
+    """
+    from marsjax.decoding import picture, plans
+
+    print(picture.draw(plans.named(strategy, window=window, k=k)))
+    return 0
+
+
 def _keep_compiled_programs() -> None:
     from marsjax import compilation_cache
 
     compilation_cache.use_compilation_cache()
 
 
-COMMANDS = {"demo": demo, "train": train, "generate": generate, "convert": convert, "settings": settings}
+COMMANDS = {
+    "demo": demo,
+    "train": train,
+    "generate": generate,
+    "batch": batch,
+    "convert": convert,
+    "settings": settings,
+    "plan-slots": plan_slots,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

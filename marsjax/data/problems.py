@@ -239,7 +239,7 @@ def _most(r: Random) -> tuple[str, str, str]:
     steps, kept = [], (counts[0], people[0])
     for other in zip(counts[1:], people[1:], strict=True):
         before, kept = kept, (max if most else min)(kept, other)
-        steps.append(f"{before[1]} {before[0]}, {other[1]} {other[0]}: {kept[1]} {kept[0]}")
+        steps.append(f"{before[1]} {before[0]}, {other[1]} {other[0]}: {kept[0]}, {kept[1]}")
     return question, f"The {word}. {'. '.join(steps)}.", kept[1]
 
 

@@ -66,5 +66,5 @@ def from_masks(
     )
     confidence = acceptance.confidence(logits, tokens, controls.measure)
     sure = acceptance.is_sure(confidence, controls.tau, controls.measure)
-    count = jnp.where(fits.any(1), plan.drafts, 0)
+    count = jnp.where(fits.any(1), plan.drafts, 0).astype(jnp.int32)  # a weak type would compile again
     return Drafts(tokens, jnp.cumprod(sure, axis=1).astype(bool), count)

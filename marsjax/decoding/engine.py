@@ -216,6 +216,8 @@ class Engine:
             lengths.append(self._cache_length(lengths[-1] - slack(self._runtime.plan) + 1)[0])
         for length in lengths:
             self._state = self._grown(length) if self._state is not None else self._started(length)
+            nobody = np.zeros(len(self._lanes), bool)
+            self._admitted(nobody, np.zeros(self._state.tokens.shape, np.int32), nobody.astype(np.int32))
             for lane in (None, 0):
                 self._compile_prefill(lane)
             self._compile_advance()
@@ -250,8 +252,7 @@ class Engine:
             self._lanes[lane], self._seen[lane] = request, len(ids)
             self._set(lane, halted=False, limit=request.spec.needed, **request.spec.controls())
             self._set(lane, tau=request.tau)
-        with self._compiling("admit"):
-            self._state = admit(self._runtime.plan, self._state, is_new, tokens, lengths)
+        self._admitted(is_new, tokens, lengths)
         # All lanes at once when most are new, else one by one: what a forward of the prompt costs is its rows.
         together = 2 * len(new) >= len(self._lanes)
         for which in [None] if together else [lane for lane, _ in new]:
@@ -376,6 +377,10 @@ class Engine:
             with self._compiling("grow"):
                 self._state = grow(self._state, following)
         return self._state
+
+    def _admitted(self, new: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        with self._compiling("admit"):
+            self._state = admit(self._runtime.plan, self._state, new, tokens, lengths)
 
     def _compile_prefill(self, lane: int | None) -> None:
         with self._compiling("prefill", lane is None) as first:

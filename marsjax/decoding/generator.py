@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,6 @@ from marsjax.decoding.result import Chunk
 
 Strategy = Literal["auto", "ar", "mars", "chain", "comb"]
 
-DEFAULT_WINDOW = 4
 DEFAULT_LANES = 64
 
 
@@ -203,32 +202,22 @@ class Generator:
 def _plan(
     strategy: str, window: int | None, k: int | None, block_size: int | None, mask_id: int | None
 ) -> plans.SlotPlan:
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}")
     if strategy == "auto":
         strategy = "ar" if mask_id is None else "mars"
-    if window is not None and strategy in ("chain", "comb"):
-        raise ValueError(f"window belongs to strategy 'mars'; with {strategy!r} say k, the number of drafts")
-    if k is not None and strategy in ("ar", "mars"):
-        raise ValueError(f"k belongs to strategies 'chain' and 'comb', not to {strategy!r}")
-    if strategy == "ar":
-        return plans.ar()
-    if mask_id is None:
+    trained = {"mars": "window", "chain": "k", "comb": "k"}.get(strategy)
+    sizes = {"window": window, "k": k}
+    if trained is not None and sizes[trained] is None:
+        sizes[trained] = block_size
+    plan = plans.named(strategy, **sizes)
+    if trained is not None and mask_id is None:
         raise ValueError(
             f"strategy {strategy!r} needs a mask token and this model has none: fine-tune it with `marsjax train`, or "
             "use 'ar'"
         )
-    if strategy == "mars":
-        asked = window if window is not None else block_size or DEFAULT_WINDOW
-        plan = plans.mars(asked)
-    else:
-        asked = k if k is not None else block_size or DEFAULT_WINDOW
-        plan = (plans.chain if strategy == "chain" else plans.comb)(asked)
-    if block_size is not None and asked > block_size:
-        name = "window" if strategy == "mars" else "k"
+    if trained is not None and block_size is not None and (sizes[trained] or 0) > block_size:
         warnings.warn(
-            f"{name} {asked} is beyond the block size {block_size} this model was trained with: what it predicts "
-            "further ahead it has never learned",
+            f"{trained} {sizes[trained]} is beyond the block size {block_size} this model was trained with: what it "
+            "predicts further ahead it has never learned",
             stacklevel=3,
         )
     return plan

@@ -141,6 +141,25 @@ def comb(k: int) -> SlotPlan:
     return SlotPlan("comb", pending=1, kinds=(TOKEN,) + (DRAFT,) * k + (MASK,) * (k * (k + 1)), parents=tuple(parents))
 
 
+DEFAULT_WINDOW = DEFAULT_K = 4
+
+
+def named(strategy: str, *, window: int | None = None, k: int | None = None) -> SlotPlan:
+    """The plan users call `strategy`: "ar", "mars" (with `window`), "chain" or "comb" (with `k`)."""
+    if strategy not in ("ar", "mars", "chain", "comb"):
+        raise ValueError(f"strategy must be one of ar, mars, chain, comb, got {strategy!r}")
+    verifies = strategy in ("chain", "comb")
+    if window is not None and strategy != "mars":
+        raise ValueError(f"window belongs to strategy mars, not to {strategy}" + "; say k" * verifies)
+    if k is not None and not verifies:
+        raise ValueError(f"k belongs to strategies chain and comb, not to {strategy}")
+    if strategy == "ar":
+        return ar()
+    if strategy == "mars":
+        return mars(DEFAULT_WINDOW if window is None else window)
+    return (chain if strategy == "chain" else comb)(DEFAULT_K if k is None else k)
+
+
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,44 @@
+"""A slot plan as text: a row a slot, what it stands for, what it sees, what its prediction is for."""
+
+from marsjax.decoding.plans import DRAFT, MASK, SlotPlan
+
+
+def draw(plan: SlotPlan) -> str:
+    """A picture of `plan`; t is the position of the root, the last token that is known."""
+    numbers = iter(range(1, plan.size + 1))
+    rows = []
+    for slot in range(plan.size):
+        kind = plan.kinds[slot]
+        if kind == MASK:
+            name = "mask"
+        elif kind == DRAFT:
+            name = f"draft {next(numbers)}"
+        else:
+            name = "root" if slot == plan.root else "pending"
+        sees = " ".join("■" if seen else "·" for seen in plan.sees[slot][: slot + 1])
+        rows.append((str(slot), name, _at(plan.depth[slot]), sees, _use(plan, slot)))
+    titles = ("slot", "what", "at", "sees the cache and slots 0 …", "its prediction")
+    widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows)]
+    behind = f"{plan.pending} pending" + (f", {plan.drafts} drafts" if plan.drafts else "")
+    masks = plan.size - plan.commits
+    about = f"{plan.name}: {plan.size} slots ({behind}, {masks} masks), up to {plan.window} tokens a forward"
+    return "\n".join([about, "", *(line.rstrip() for line in lines)])
+
+
+def _at(depth: int) -> str:
+    return "t" if depth == 0 else f"t{depth:+d}"
+
+
+def _use(plan: SlotPlan, slot: int) -> str:
+    following = _at(plan.depth[slot] + 1)
+    if slot == plan.root:
+        return f"{following}, taken always"
+    if plan.drafts and slot in plan.heads:
+        return f"{following}, taken if all drafts up to here are right"
+    if not plan.drafts and slot in plan.heads:
+        return f"{following}, taken while sure"
+    for accepted, group in enumerate(plan.groups):
+        if slot in group:
+            return f"draft {group.index(slot) + 1} of the next step, if {accepted} of {plan.drafts} were right"
+    return "none needed"
