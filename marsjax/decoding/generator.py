@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from marsjax.decoding import network, plans, requests
 from marsjax.decoding.engine import Engine, Runtime, run_all
@@ -92,11 +93,17 @@ class Generator:
         )
 
     @classmethod
-    def load(cls, source: str | Path, *, dtype: Any = jnp.float32, **options: Any) -> "Generator":
-        """From a Hugging Face directory, a hub id or a .gguf file. `options` are those of the constructor."""
+    def load(
+        cls, source: str | Path, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, **options: Any
+    ) -> "Generator":
+        """From a Hugging Face directory, a hub id or a .gguf file. `options` are those of the constructor.
+
+        `mesh`: devices to spread weights and decoding over, e.g. `parallel.sharding.make_mesh(data=2, tensor=4)`: lanes
+        along `data` (their number must be a multiple of it), heads along `tensor`. None: the first device.
+        """
         from marsjax import weights
 
-        return cls(weights.load(source, layout="list", dtype=dtype), dtype=dtype, consume=True, **options)
+        return cls(weights.load(source, layout="list", dtype=dtype, mesh=mesh), dtype=dtype, consume=True, **options)
 
     def generate(
         self,
@@ -179,6 +186,8 @@ class Generator:
 
     def _engine(self, lanes: int) -> Engine:
         """The idle engine of a number of lanes; a busy one (two streams at once) is left alone."""
+        groups = self.runtime.network.lane_groups
+        lanes = -(-lanes // groups) * groups
         engine = self._engines.get(lanes)
         if engine is None or not engine.idle:
             engine = self._engines[lanes] = self.engine(lanes)

@@ -1,15 +1,17 @@
 """The decoder as the decode step wants it: weights as a flat tuple, everything else static and hashable."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.decoding import cache, cpu
 from marsjax.models import Decoder, ModelConfig, to_list
+from marsjax.models.layout import abstract as abstract_decoder
+from marsjax.parallel.sharding import shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class DecoderNetwork:
     treedef: Any
     dtype: Any
     for_cpu: bool
+    mesh: Mesh | None = None
 
     def __hash__(self) -> int:
         # Called at every dispatch; the graph of hundreds of arrays would take longer, and __eq__ looks at it anyway.
@@ -39,18 +42,43 @@ class DecoderNetwork:
         model = self._model(params)
         return cpu.unembed(model, hidden) if self.for_cpu else model.unembed(hidden)
 
-    def commit(self, cache_, slots, first, entries, cursor, writes):
-        return cache.commit(cache_, slots, first, entries, cursor, writes)
+    def commit(self, old, slots, first, entries, cursor, writes):
+        def run(old, slots, first, cursor, writes):
+            return cache.commit(old, slots, first, entries, cursor, writes)
+
+        return self._by_lane(run, old, slots, first, cursor, writes)
 
     def write_rows(self, old, new, start, writes):
-        return cache.write_rows(old, new, start, writes)
+        return self._by_lane(cache.write_rows, old, new, start, writes)
+
+    def _by_lane(self, write, *arrays):
+        """Writes at data-dependent places: each device those of its own lanes, or they would all be gathered first."""
+        if self.mesh is None or self.lane_groups == 1 or arrays[-1].shape[0] % self.lane_groups:  # one lane's prefill
+            return write(*arrays)
+        specs = jax.tree.map(self._spec, arrays)
+        return jax.shard_map(write, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+    @property
+    def lane_groups(self) -> int:
+        """Groups of devices that have lanes of their own."""
+        return 1 if self.mesh is None else self.mesh.shape.get("data", 1)
 
     def state_sharding(self, params, state):
-        """With the weights, and whole on each device if those are spread out."""
-        sharding = next((p.sharding for p in params if hasattr(p, "sharding")), None)
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-        return sharding
+        """With the weights. Over a mesh: lanes along `data`, heads of the cache along `tensor`."""
+        if self.mesh is None:
+            return next((p.sharding for p in params if hasattr(p, "sharding")), None)
+        mesh = self.mesh
+        return jax.tree.map(lambda x: NamedSharding(mesh, self._spec(x)), state)
+
+    def _spec(self, x) -> PartitionSpec:
+        assert self.mesh is not None
+        lanes = "data" if x.ndim and self.lane_groups > 1 else None
+        if lanes and x.shape[0] % self.lane_groups:
+            raise ValueError(f"{x.shape[0]} lanes cannot be spread over a mesh with data={self.lane_groups}")
+        is_cache = x.ndim == 4
+        tensor = self.mesh.shape.get("tensor", 1)
+        heads = "tensor" if is_cache and tensor > 1 and self.config.num_kv_heads % tensor == 0 else None
+        return PartitionSpec(lanes, heads) if is_cache else PartitionSpec(lanes) if x.ndim else PartitionSpec()
 
     def _model(self, params) -> Decoder:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, params))
@@ -75,7 +103,18 @@ def split(
         cpu.lay_out(model, consume=consume)
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    return DecoderNetwork(model.config, graphdef, treedef, jnp.dtype(dtype), for_cpu), tuple(leaves)
+    sharding = getattr(leaves[0], "sharding", None)
+    mesh = cast(Mesh, sharding.mesh) if isinstance(sharding, NamedSharding) else None
+    return DecoderNetwork(model.config, graphdef, treedef, jnp.dtype(dtype), for_cpu, mesh), tuple(leaves)
+
+
+def abstract(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[DecoderNetwork, tuple[jax.ShapeDtypeStruct, ...]]:
+    """(network, shapes of its params on `mesh`), to compile for devices that are not here. Weights have `dtype`."""
+    graphdef, state = abstract_decoder(config, "list", dtype)
+    leaves, treedef = jax.tree.flatten(state)
+    places = jax.tree.leaves(shardings(state, mesh))
+    params = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p) for x, p in zip(leaves, places, strict=True))
+    return DecoderNetwork(config, graphdef, treedef, jnp.dtype(dtype), False, mesh), params
 
 
 def _on_one_cpu(array: Any) -> bool:

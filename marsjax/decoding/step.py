@@ -20,6 +20,10 @@ from marsjax.decoding.plans import SlotPlan
 class Network(Protocol):
     """What a step needs of a model; hashable, static under `jax.jit`. See `marsjax.decoding.network`."""
 
+    @property
+    def lane_groups(self) -> int:
+        """The number of lanes must be a multiple of this."""
+
     def empty_cache(self, rows: int, length: int) -> list[LayerCache]: ...
 
     def forward(self, params: Any, tokens, positions, attend, cache) -> tuple[jax.Array, list[LayerCache]]:

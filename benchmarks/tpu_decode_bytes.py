@@ -1,0 +1,104 @@
+"""What a decode step costs on a TPU slice that is not here: bytes and flops by the TPU compiler.
+
+    pip install libtpu
+    TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python benchmarks/tpu_decode_bytes.py [--topology v5e:2x2] [--batch 1 8 32]
+
+Compiles one step of each strategy for Qwen2.5-7B in bfloat16, weights and heads of the cache split over the chips, and
+prints a markdown table: bytes accessed a chip, beside those of `ar` at the same batch, what weights and cache alone
+would be, temporaries, compile time. `--dump DIR` writes the optimised programs.
+"""
+
+import argparse
+import os
+import re
+import time
+from pathlib import Path
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from marsjax.decoding import network, plans
+from marsjax.decoding.step import Controls, start, step
+from marsjax.models import ModelConfig
+
+QWEN_7B = ModelConfig(
+    family="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
+    num_kv_heads=4, head_dim=128, max_positions=32768, rope_theta=1e6, rope_scaling=None, norm_eps=1e-6,
+    tie_embeddings=False,
+)  # fmt: skip
+PLANS = {"ar": plans.ar(), "mars, W = 4": plans.mars(4), "comb, k = 4": plans.comb(4)}
+
+
+def compiled(plan: plans.SlotPlan, batch: int, length: int, mesh: Mesh):
+    """(the compiled step, seconds)."""
+    net, params = network.abstract(QWEN_7B, jnp.bfloat16, mesh)
+    state = jax.eval_shape(lambda: start(net, plan, batch, length))
+    places = net.state_sharding(params, state)
+    state = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p), state, places)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def rows(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    controls = Controls(
+        tau=rows(jnp.float32, batch), measure=rows(jnp.int32, batch), temperature=rows(jnp.float32, batch),
+        top_k=rows(jnp.int32, batch), top_p=rows(jnp.float32, batch), seed=rows(jnp.uint32, batch),
+        rejection=rows(bool, batch), limit=rows(jnp.int32, batch), ends=rows(jnp.int32, batch, 8),
+        halted=rows(bool, batch), allowed=rows(bool, QWEN_7B.vocab_size), mask_id=rows(jnp.int32),
+    )  # fmt: skip
+    one = jax.jit(lambda p, c, s: step(net, plan, p, c, s), donate_argnums=2, out_shardings=places)
+    began = time.perf_counter()
+    program = one.lower(params, controls, state).compile()
+    return program, time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="v5e:2x2")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--plans", nargs="+", default=list(PLANS))
+    parser.add_argument("--dump", type=Path)
+    args = parser.parse_args()
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=args.topology).devices
+    mesh = Mesh(devices, ("tensor",), axis_types=(AxisType.Auto,))
+    c = QWEN_7B
+    chips = len(devices)
+    per_layer = (
+        c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim * c.hidden_size
+    )
+    per_layer += 3 * c.hidden_size * c.intermediate_size
+    weights = 2 * (c.num_layers * per_layer + c.vocab_size * c.hidden_size) / chips
+    print(
+        "| plan | batch | GB accessed | × ar | weights + cache, GB | temporaries, GB | GFLOP | cache copies | compile, s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for batch in args.batch:
+        base = None
+        for name in args.plans:
+            program, seconds = compiled(PLANS[name], batch, args.length, mesh)
+            cost = program.cost_analysis()
+            accessed = cost["bytes accessed"]
+            base = base or accessed
+            cache = 2 * c.num_layers * batch * c.num_kv_heads * args.length * c.head_dim * 2 / chips
+            text = program.as_text()
+            shape = f"bf16[{batch},{max(1, c.num_kv_heads // chips)},{args.length},{c.head_dim}]"
+            copies = len(re.findall(re.escape(shape) + r"\S* copy\(", text))
+            temporary = program.memory_analysis().temp_size_in_bytes
+            print(
+                f"| {name} | {batch} | {accessed / 1e9:.3f} | {accessed / base:.3f} | {(weights + cache) / 1e9:.3f} | "
+                f"{temporary / 1e9:.3f} | {cost['flops'] / 1e9:.1f} | {copies} | {seconds:.0f} |",
+                flush=True,
+            )
+            if args.dump:
+                args.dump.mkdir(parents=True, exist_ok=True)
+                (args.dump / f"{name.split(',')[0]}_{batch}.txt").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
