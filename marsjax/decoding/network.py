@@ -63,6 +63,10 @@ class DecoderNetwork:
         """Groups of devices that have lanes of their own."""
         return 1 if self.mesh is None else self.mesh.shape.get("data", 1)
 
+    @property
+    def short_steps(self) -> bool:
+        return self.for_cpu
+
     def state_sharding(self, params, state):
         """With the weights. Over a mesh: lanes along `data`, heads of the cache along `tensor`."""
         if self.mesh is None:

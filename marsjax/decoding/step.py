@@ -24,6 +24,10 @@ class Network(Protocol):
     def lane_groups(self) -> int:
         """The number of lanes must be a multiple of this."""
 
+    @property
+    def short_steps(self) -> bool:
+        """Whether steps should leave out the slots of longer pending runs where no row has one."""
+
     def empty_cache(self, rows: int, length: int) -> list[LayerCache]: ...
 
     def forward(self, params: Any, tokens, positions, attend, cache) -> tuple[jax.Array, list[LayerCache]]:
@@ -299,8 +303,8 @@ def _verify(plan: SlotPlan, controls: Controls, guesses: Drafts, logits, own, po
 def _forward(network: Network, plan: SlotPlan, params, controls: Controls, state: State, pending, active):
     """(hidden rows [N, S, ...], keys and values) of all slots, and how many were really fed.
 
-    Where no row has more than one pending token (always at τ = 1) the slots of longer runs are not fed: P - 1 fewer,
-    which matters where arithmetic and not memory bounds a step.
+    With `network.short_steps`, where no row has more than one pending token (always at τ = 1) the slots of longer runs
+    are not fed: P - 1 fewer, which matters where arithmetic and not memory bounds a step.
     """
 
     def run(plan: SlotPlan):
@@ -323,7 +327,7 @@ def _forward(network: Network, plan: SlotPlan, params, controls: Controls, state
         cut = plan.pending - 1
         return _pad(hidden, cut, 1), jax.tree.map(lambda x: _pad(x, cut, 2), slots), fed
 
-    if plan.pending == 1:
+    if plan.pending == 1 or not network.short_steps:
         return run(plan)
     return jax.lax.cond(((pending <= 1) | ~active).all(), run_short, lambda: run(plan))
 

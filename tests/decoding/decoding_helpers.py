@@ -51,6 +51,7 @@ class Script:
 
     vocab: int
     lane_groups = 1
+    short_steps = True
 
     def empty_cache(self, rows, length):
         empty = jnp.full((rows, 1, length, 1), -1.0)
