@@ -9,6 +9,8 @@ library whose threads spin while they wait for each other then looks worse than 
 """
 
 import argparse
+import copy
+import dataclasses
 import importlib.util
 import json
 import re
@@ -63,6 +65,28 @@ class Steps:
         return [r.ids for r in results]
 
 
+class Strategy:
+    """Another plan on the weights of a generator that is there."""
+
+    def __init__(self, ours: Ours, plan, tau: float | None = None):
+        self.generator = copy.copy(ours.generator)
+        self.generator.plan, self.generator._engines = plan, {}
+        self.generator.runtime = dataclasses.replace(ours.generator.runtime, plan=plan)
+        self.tau = tau
+
+    def __call__(self, ids: list[list[int]], new_tokens: int) -> list[list[int]]:
+        engine = self.generator._engine(len(ids))
+        before = dataclasses.replace(engine.statistics)
+        results = self.generator.generate(ids, tau=self.tau, max_new_tokens=new_tokens, ignore_eos=True)
+        after = engine.statistics
+        self.spent = {
+            name: getattr(after, name) - getattr(before, name)
+            for name in ("decode_seconds", "prefill_seconds", "host_seconds", "steps", "slots", "head_rows")
+        }
+        self.tokens_per_forward = sum(len(r.ids) for r in results) / sum(r.forwards for r in results)
+        return [r.ids for r in results]
+
+
 class Transformers:
     def __init__(self, directory: str, threads: int = 2):
         import torch
@@ -82,6 +106,41 @@ class Transformers:
                 pad_token_id=0,
             )  # fmt: skip
         return out[:, batch.shape[1] :].tolist()
+
+
+def by_strategy(args, ours: Ours) -> None:
+    """All strategies on the same weights. The model's masks are untrained: what is compared is what a step costs."""
+    from marsjax.decoding import plans
+
+    print("\nStrategies. Masks mean nothing to this model, so look at the cost of a step, not at tokens a forward\n")
+    print(
+        "| batch | strategy | tokens/s | a forward | ms a step | × ar | slots, head rows | prefill | host | equals ar |"
+    )
+    print("|---" * 10 + "|")
+    for batch in args.batch:
+        ids = prompts(batch, ours.vocab, equal=True)
+        strategies = {
+            "ar": Strategy(ours, plans.ar()),
+            "mars, τ = 1": Strategy(ours, plans.mars(4)),
+            "mars, τ = 0.3": Strategy(ours, plans.mars(4), 0.3),
+            "chain, k = 4": Strategy(ours, plans.chain(4)),
+            "comb, k = 4": Strategy(ours, plans.comb(4)),
+        }
+        runs = alternate(strategies, ids, args.new_tokens, args.rounds)
+        base = None
+        for name, strategy in strategies.items():
+            spent = strategy.spent
+            step = 1e3 * spent["decode_seconds"] / spent["steps"]
+            rate = batch * args.new_tokens / runs[name][1]
+            base = base or step
+            whole = sum(spent[part] for part in ("decode_seconds", "prefill_seconds", "host_seconds"))
+            a_step = f"{spent['slots'] / spent['steps'] / batch:.1f}, {spent['head_rows'] / spent['steps'] / batch:.0f}"
+            print(
+                f"| {batch} | {name} | {rate:.1f} | {strategy.tokens_per_forward:.2f} | "
+                f"{step:.1f} | {step / base:.2f} | {a_step} | {spent['prefill_seconds'] / whole:.1%} | "
+                f"{spent['host_seconds'] / whole:.1%} | {runs[name][0] == runs['ar'][0]} |",
+                flush=True,
+            )
 
 
 def timed(engine, ids, new_tokens):
@@ -178,6 +237,7 @@ def report(args, model: str, directory: str | None) -> None:
             flush=True,
         )
 
+    by_strategy(args, ar)
     print("\nPeak resident memory, each engine in its own process\n")
     print("| engine | batch | peak GB | weights and what else is held, GB |")
     print("|---|---|---|---|")
