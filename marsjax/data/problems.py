@@ -226,21 +226,20 @@ def _table(r: Random) -> tuple[str, str, str]:
 def _most(r: Random) -> tuple[str, str, str]:
     people = r.sample(PEOPLE, r.randint(3, 4))
     x, counts = r.choice(GOODS), r.sample(range(10, 100), len(people))
-    most = r.random() < 0.5
-    word = "most" if most else "fewest"
+    word, better = r.choice((("most", max), ("fewest", min)))
     listed = ", ".join(f"{p} {n}" for p, n in zip(people, counts, strict=True))
     question = r.choice(
         (
-            f"List of {x}: {listed}. Who has the {word}?",
-            f"They count their {x}: {listed}. Who has the {word} {x}?",
-            f"Who has the {word} {x} here? {listed}.",
+            f"List of {x}: {listed}. How many has the one with the {word}?",
+            f"They count their {x}: {listed}. How many {x} are the {word}?",
+            f"How many {x} are the {word} here? {listed}.",
         )
     )
-    steps, kept = [], (counts[0], people[0])
-    for other in zip(counts[1:], people[1:], strict=True):
-        before, kept = kept, (max if most else min)(kept, other)
-        steps.append(f"{before[1]} {before[0]}, {other[1]} {other[0]}: {kept[0]}, {kept[1]}")
-    return question, f"The {word}. {'. '.join(steps)}.", kept[1]
+    steps, kept = [], counts[0]
+    for other in counts[1:]:
+        steps.append(f"{kept} or {other}: {better(kept, other)}")
+        kept = better(kept, other)
+    return question, f"The {word} of {', '.join(map(str, counts))}. {', '.join(steps)}.", str(kept)
 
 
 def _listed(r: Random, low: int, high: int) -> list[str]:
@@ -269,7 +268,7 @@ def _reverse(r: Random) -> tuple[str, str, str]:
 
 
 def _sort(r: Random) -> tuple[str, str, str]:
-    names = _listed(r, 4, 5)
+    names = _listed(r, 3, 4)
     listed = ", ".join(names)
     question = r.choice(
         (

@@ -16,7 +16,7 @@ import numpy as np
 
 from marsjax.decoding.answer import Answer
 from marsjax.decoding.plans import SlotPlan
-from marsjax.decoding.requests import Spec, tau_rows
+from marsjax.decoding.requests import Spec, check_no_threshold, tau_rows
 from marsjax.decoding.result import Chunk, FinishReason, Result
 from marsjax.decoding.step import Controls, Network, State, admit, advance, grow, prefill, prefill_lane, slack, start
 
@@ -164,11 +164,15 @@ class Engine:
         if request in self._waiting:
             self._waiting.remove(request)
         self._end(request, "cancelled")
+        if self.idle:
+            self._state = None
 
     def set_tau(self, tau: float | None, request: Request | None = None) -> None:
         """Change τ from the next step on, of one request or of all that wait or run."""
         requests = [*self.running, *self._waiting] if request is None else [request]
         taus = [tau_rows(tau, [int(r.spec.measure)])[0] for r in requests]
+        if self._runtime.plan.window == 1:
+            check_no_threshold(taus, [int(r.spec.measure) for r in requests])
         for one, value in zip(requests, taus, strict=True):
             one.tau = value
             if one in self._lanes:

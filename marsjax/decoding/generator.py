@@ -71,6 +71,9 @@ class Generator:
         self.config = model.config
         self.tokenizer = tokenizer
         self.plan = _plan(strategy, window, k, block_size, mask_id)
+        for name, value in (("lanes", lanes), ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         self.lanes = lanes
         if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
             raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")

@@ -66,7 +66,7 @@ def solve(family, question):
             asked = re.findall(r"(\w+) and (\w+)", question)[-1]
             return sum(int(pairs[who]) for who in asked)
         case "most":
-            return (max if "most" in question else min)(pairs, key=lambda who: int(pairs[who]))
+            return (max if "most" in question else min)(n)
         case "reverse":
             return ", ".join(reversed(listed))
         case "sort":

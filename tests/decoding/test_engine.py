@@ -4,8 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from decoding_helpers import generator, script, script_batch
+from decoding_helpers import generator, pretrained, script, script_batch
 
+from marsjax.decoding import Generator
 from marsjax.decoding.engine import QueueFull
 
 PROMPT = [50, 3, 9, 21, 51]
@@ -116,6 +117,23 @@ def test_tau_of_one_request_or_of_all():
     batch.engine.set_tau(0.3)
     batch.engine.run()
     assert (first.result.chunks, second.result.chunks) == ([1, 4, 3], [2, 4, 2])
+
+
+def test_tau_means_nothing_to_a_one_token_strategy():
+    gen = generator("tiny_mars", "ar", lanes=1)
+    engine = gen.engine(1)
+    submit(engine, gen)
+    engine.set_tau(1.0)
+    with pytest.raises(ValueError, match="no meaning with strategy 'ar'"):
+        engine.set_tau(0.9)
+    with pytest.raises(ValueError, match="no meaning"):
+        list(gen.stream(PROMPT, tau=lambda: 0.9))
+
+
+def test_sizes_are_positive():
+    for options in ({"lanes": 0}, {"prefill_chunk": 0}, {"lanes": True}):
+        with pytest.raises(ValueError, match="positive integer"):
+            Generator(pretrained("tiny_mars"), strategy="ar", **options)
 
 
 def test_a_row_that_ends_in_its_first_step_and_the_cache_that_grows():
