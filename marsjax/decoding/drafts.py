@@ -20,13 +20,13 @@ class Drafts:
     """The guesses for the positions behind each row's last token. k may be 0."""
 
     tokens: jax.Array  # [N, k] int32
-    sure: jax.Array  # [N, k] bool, it and all before it had a confidence that τ accepts
+    confidence: jax.Array  # [N, k] float32, of their proposal; τ may accept them for it
     count: jax.Array  # [N] int32, how many there are; the rest is void
 
 
 def none(rows: int, k: int) -> Drafts:
     zeros = jnp.zeros((rows, k), jnp.int32)
-    return Drafts(zeros, zeros > 0, jnp.zeros(rows, jnp.int32))
+    return Drafts(zeros, jnp.zeros((rows, k), jnp.float32), jnp.zeros(rows, jnp.int32))
 
 
 def from_masks(
@@ -65,6 +65,5 @@ def from_masks(
         seed=controls.seed,
     )
     confidence = acceptance.confidence(logits, tokens, controls.measure)
-    sure = acceptance.is_sure(confidence, controls.tau, controls.measure)
     count = jnp.where(fits.any(1), plan.drafts, 0).astype(jnp.int32)  # a weak type would compile again
-    return Drafts(tokens, jnp.cumprod(sure, axis=1).astype(bool), count)
+    return Drafts(tokens, confidence, count)

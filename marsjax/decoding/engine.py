@@ -18,7 +18,19 @@ from marsjax.decoding.answer import Answer
 from marsjax.decoding.plans import SlotPlan
 from marsjax.decoding.requests import Spec, check_no_threshold, tau_rows
 from marsjax.decoding.result import Chunk, FinishReason, Result
-from marsjax.decoding.step import Controls, Network, State, admit, advance, grow, prefill, prefill_lane, slack, start
+from marsjax.decoding.step import (
+    Controls,
+    Network,
+    State,
+    admit,
+    advance,
+    clear_lane,
+    grow,
+    prefill,
+    prefill_lane,
+    slack,
+    start,
+)
 
 UNBOUNDED = np.int32(np.iinfo(np.int32).max)
 STEPS_BETWEEN_STOP_CHECKS = 8
@@ -41,7 +53,6 @@ class Runtime:
     mask_id: np.int32
     allowed: jax.Array  # [V] bool
     vocab_size: int
-    max_positions: int
 
 
 @dataclasses.dataclass
@@ -49,7 +60,7 @@ class Statistics:
     """Sums over everything an engine has done. Tokens are returned ones, seconds exclude compilation.
 
     Attributes:
-      requests, cancelled: requests that ended, and those of them that were cancelled.
+      requests, cancelled, failed: requests that ended, and those of them that were cancelled or failed.
       prompt_tokens, new_tokens: of ended requests.
       forwards: of ended requests, prefill apart; a request's count ends with its last returned token.
       runs: how many forwards returned n tokens, by n: `runs[n]`.
@@ -61,6 +72,7 @@ class Statistics:
 
     requests: int = 0
     cancelled: int = 0
+    failed: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     forwards: int = 0
@@ -129,6 +141,7 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._state: State | None = None
         self._seen = np.zeros(lanes, np.int64)  # tokens of each lane its answer knows
+        self._longest = 0  # tokens, of all requests since the engine was idle
         self._steps = self._fed = 0  # of the state's counters, what the statistics have
         self._rows = _idle_rows(lanes)
         self._controls: Controls | None = None
@@ -155,6 +168,7 @@ class Engine:
             raise QueueFull(f"{self._max_waiting} requests wait already; try again later")
         request = Request(spec, self._runtime.tokenizer)
         self._waiting.append(request)
+        self._longest = max(self._longest, spec.needed)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -165,7 +179,7 @@ class Engine:
             self._waiting.remove(request)
         self._end(request, "cancelled")
         if self.idle:
-            self._state = None
+            self._rest()
 
     def set_tau(self, tau: float | None, request: Request | None = None) -> None:
         """Change τ from the next step on, of one request or of all that wait or run."""
@@ -181,8 +195,21 @@ class Engine:
     def turn(self, max_steps: int | None = None) -> list[Request]:
         """Fill free lanes, take up to `max_steps` steps (None: until a lane can be refilled, or all end).
 
-        Returns the requests that were running.
+        Returns the requests that were running. If anything fails or interrupts, those have failed, and the engine goes
+        on with what waits.
         """
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+        try:
+            return self._turn(max_steps)
+        except BaseException as error:
+            for lane, request in enumerate(self._lanes):
+                if request is not None:
+                    self._fail(lane, error if isinstance(error, Exception) else RuntimeError("interrupted"))
+            self._state = None  # may have been donated to what failed
+            raise
+
+    def _turn(self, max_steps: int | None) -> list[Request]:
         began, before = time.perf_counter(), self._told_seconds
         self._admit()
         running = self.running
@@ -192,7 +219,7 @@ class Engine:
                 steps = min(steps, np.int32(STEPS_BETWEEN_STOP_CHECKS))
             self._advance(steps)
         if self.idle:
-            self._state = None  # gives the memory back; the next request chooses the cache length anew
+            self._rest()
         self.statistics.host_seconds += time.perf_counter() - began - (self._told_seconds - before)
         return running
 
@@ -203,13 +230,18 @@ class Engine:
 
     def stream(self, request: Request, steps: int = 1) -> Iterator[Chunk]:
         """A request's chunks as they come; other requests run along."""
-        while not request.ended:
-            self.turn(steps)
-            chunk = request.take()
+        while True:
+            if not request.ended:
+                if self.idle:
+                    raise ValueError("the request is not one of this engine")
+                self.turn(steps)
             if request.error is not None:
                 raise request.error
+            chunk = request.take()
             if chunk.text or chunk.ids or chunk.result:
                 yield chunk
+            if request.ended:
+                return
 
     def warm_up(self, longest: int) -> None:
         """Compile everything that requests of up to `longest` tokens (prompt + limit) can need, ahead of them."""
@@ -238,16 +270,16 @@ class Engine:
     def _admit(self) -> None:
         """Waiting requests into free lanes, their prompts into the cache."""
         free = [lane for lane, request in enumerate(self._lanes) if request is None]
-        new = [(lane, self._waiting.popleft()) for lane in free[: len(self._waiting)]]
-        if not new:
+        if not free or not self._waiting:
             return
         before = self.statistics.prefill_seconds
-        needed = max(r.spec.needed for r in [*(r for _, r in new), *self._waiting])
-        length, _ = self._cache_length(needed)
+        length, _ = self._cache_length(self._longest)
         if not self.running:
+            self._state = None  # before its successor is made
             self._state = self._started(length)
         elif length > self._capacity:
             self._state = self._grown(length)
+        new = [(lane, self._waiting.popleft()) for lane in free[: len(self._waiting)]]
         is_new, lengths = np.zeros(len(self._lanes), bool), np.ones(len(self._lanes), np.int32)
         tokens = np.zeros((len(self._lanes), self._capacity), np.int32)
         for lane, request in new:
@@ -258,7 +290,7 @@ class Engine:
             self._set(lane, tau=request.tau)
         self._admitted(is_new, tokens, lengths)
         # All lanes at once when most are new, else one by one: what a forward of the prompt costs is its rows.
-        together = 2 * len(new) >= len(self._lanes)
+        together = 2 * len(new) >= len(self._lanes) or self._runtime.network.lane_groups > 1
         for which in [None] if together else [lane for lane, _ in new]:
             self._compile_prefill(which)
             started = time.perf_counter()
@@ -280,10 +312,10 @@ class Engine:
         tokens, by, length, done = map(np.asarray, jax.device_get(report))
         steps, fed = int(self._state.steps), int(self._state.fed)
         seconds = time.perf_counter() - began
-        took = steps - self._steps
+        took = (steps - self._steps) % 2**32
         self.statistics.decode_seconds += seconds
         self.statistics.steps += took
-        self.statistics.slots += (fed - self._fed) * len(self._lanes)
+        self.statistics.slots += (fed - self._fed) % 2**32 * len(self._lanes)  # the device counts in 32 bits
         head_rows = runtime.plan.window + runtime.plan.drafts
         self.statistics.head_rows += took * head_rows * len(self._lanes)
         self._steps, self._fed = steps, fed
@@ -293,10 +325,11 @@ class Engine:
             request.seconds += seconds
             new = slice(self._seen[lane], length[lane])
             if (tokens[lane, new] >= runtime.vocab_size).any():  # what an arg-max over NaN gives
-                request.error = FloatingPointError(
-                    f"the logits are NaN from token {self._seen[lane]} on; check the weights, and the dtype"
-                )
-                self._free(lane)
+                told = f"the logits are NaN from token {self._seen[lane]} on; check the weights, and the dtype"
+                self._fail(lane, FloatingPointError(told))
+                self._state = clear_lane(
+                    self._state, np.int32(lane)
+                )  # 0 times NaN is NaN: it would outlive the request
                 continue
             request._text.append(request.answer.push(tokens[lane, new].tolist(), by[lane, new].tolist()))
             self._seen[lane] = length[lane]
@@ -330,9 +363,22 @@ class Engine:
         if request in self._lanes:
             self._free(self._lanes.index(request))
 
+    def _fail(self, lane: int, error: Exception) -> None:
+        request = self._lanes[lane]
+        assert request is not None
+        request.error = error
+        self.statistics.requests += 1
+        self.statistics.failed += 1
+        self._free(lane)
+
     def _free(self, lane: int) -> None:
         self._lanes[lane] = None
-        self._set(lane, halted=True)
+        for name, idle in _idle_rows(1).items():  # or a greedy batch would go on paying for a sampled row's noise
+            self._set(lane, **{name: idle[0]})
+
+    def _rest(self) -> None:
+        """Gives the memory back; the next request chooses the cache length anew."""
+        self._state, self._longest = None, 0
 
     def _set(self, lane: int, **values: Any) -> None:
         for name, value in values.items():
@@ -368,10 +414,14 @@ class Engine:
 
     def _started(self, length: int) -> State:
         self._steps = self._fed = 0
-        runtime = self._runtime
+        runtime, first, began = self._runtime, ("start", length) not in self._compiled, time.perf_counter()
         state = start(runtime.network, runtime.plan, len(self._lanes), length)
         # Beside the weights from the start: a state that only arrives there with the first call would compile twice.
-        return jax.device_put(state, runtime.network.state_sharding(runtime.params, state))
+        state = jax.device_put(state, runtime.network.state_sharding(runtime.params, state))
+        self._compiled.add(("start", length))
+        if first:
+            self.statistics.compile_seconds += time.perf_counter() - began
+        return state
 
     def _grown(self, length: int) -> State:
         """A longer cache, bucket by bucket, so that the programs that lengthen it are few."""
@@ -432,7 +482,9 @@ def run_all(engine: Engine, specs: Iterable[Spec]) -> list[Result]:
     for request in requests:
         if request.error is not None:
             raise request.error
-    return [request.result for request in requests if request.result is not None]
+    results = [request.result for request in requests]
+    assert None not in results
+    return results  # type: ignore[return-value]
 
 
 def _idle_rows(lanes: int) -> dict[str, np.ndarray]:

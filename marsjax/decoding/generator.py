@@ -92,7 +92,6 @@ class Generator:
             mask_id=np.int32(0 if mask_id is None else mask_id),
             allowed=jnp.asarray(_allowed(self.config.vocab_size, tokenizer, ends, (mask_id, pad_id), forbidden)),
             vocab_size=self.config.vocab_size,
-            max_positions=self.config.max_positions,
         )
 
     @classmethod
@@ -156,7 +155,10 @@ class Generator:
 
     def engine(self, lanes: int | None = None, *, max_waiting: int | None = None) -> Engine:
         """An engine of this model and strategy, to submit requests to (`spec`) while others run."""
-        return Engine(self.runtime, self.lanes if lanes is None else lanes, max_waiting=max_waiting)
+        lanes, groups = self.lanes if lanes is None else lanes, self.runtime.network.lane_groups
+        if isinstance(lanes, int) and not isinstance(lanes, bool):
+            lanes = -(-lanes // groups) * groups
+        return Engine(self.runtime, lanes, max_waiting=max_waiting)
 
     def spec(self, prompt: Any, *, raw: bool = False, **options: Any) -> Spec:
         """One prompt with its options, checked, for `Engine.submit`; options as in `generate`."""
@@ -189,8 +191,6 @@ class Generator:
 
     def _engine(self, lanes: int) -> Engine:
         """The idle engine of a number of lanes; a busy one (two streams at once) is left alone."""
-        groups = self.runtime.network.lane_groups
-        lanes = -(-lanes // groups) * groups
         engine = self._engines.get(lanes)
         if engine is None or not engine.idle:
             engine = self._engines[lanes] = self.engine(lanes)

@@ -123,6 +123,8 @@ def check(
     top_ks = _per_row("top_k", 0 if top_k is None else top_k, rows, _top_k)
     top_ps = _per_row("top_p", 1.0 if top_p is None else top_p, rows, _top_p)
     rejections = _per_row("verification", verification, rows, _verification)
+    if not isinstance(ignore_eos, bool):
+        raise ValueError(f"ignore_eos must be true or false, got {ignore_eos!r}")
     stops = _stop_strings(stop, has_tokenizer)
     ends = end_ids(() if ignore_eos else eos_ids, stop_ids, vocab_size)
     check_lengths(prompts, limits, max_positions)
@@ -237,8 +239,12 @@ def _per_row(name: str, value: Any, rows: int, check: Callable[[str, Any], Any])
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    try:
+        good = not isinstance(value, bool) and isinstance(value, int | float | np.number) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        good = False
+    if not good:
+        raise ValueError(f"{name} must be a finite number, got {str(value)[:40]!r}")
     return float(value)
 
 

@@ -179,6 +179,12 @@ def _prefill(network: Network, chunk: int, params: Any, state: State, max_chunks
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
 
 
+@functools.partial(jax.jit, donate_argnames=("state",))
+def clear_lane(state: State, lane: jax.Array) -> State:
+    """Zeros in the cache of a lane (data), for one that was left with NaN."""
+    return dataclasses.replace(state, cache=jax.tree.map(lambda x: x.at[lane].set(0), state.cache))
+
+
 @functools.partial(jax.jit, static_argnames=("capacity",))
 def grow(state: State, capacity: int) -> State:
     """The same lanes with room for `capacity` tokens."""
@@ -297,7 +303,9 @@ def _verify(plan: SlotPlan, controls: Controls, guesses: Drafts, logits, own, po
         return accept, jnp.concatenate([instead, own[:, -1:]], axis=1)
 
     accept, own = jax.lax.cond(rejects.any(), with_rejection, lambda: (equal, own))
-    return acceptance.verify(own, guesses.tokens, (accept | guesses.sure) & present)
+    sure = acceptance.is_sure(guesses.confidence, controls.tau, controls.measure)
+    sure = jnp.cumprod(sure, axis=1).astype(bool)  # and all before it
+    return acceptance.verify(own, guesses.tokens, (accept | sure) & present)
 
 
 def _forward(network: Network, plan: SlotPlan, params, controls: Controls, state: State, pending, active):

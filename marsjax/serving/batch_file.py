@@ -58,7 +58,7 @@ def run(
 
         def write(custom_id: str, response: Any, error: Any) -> None:
             line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.write(json.dumps(line) + "\n")
             out.flush()
 
         lines: list[Line] = []
@@ -90,11 +90,16 @@ def run(
                     rate = sums.new_tokens / seconds if seconds else 0.0
                     bar.update(task, advance=1, rate=rate, per_forward=sums.tokens_per_forward)
     kept = len(answered or ())
-    return Summary(answered=len(lines) - len(pending), failed=failed, kept=kept, statistics=engine.statistics)
+    answers = len(lines) - engine.statistics.failed
+    return Summary(answered=answers, failed=failed, kept=kept, statistics=engine.statistics)
 
 
 def check_files(source: Path, target: Path, resume: bool) -> set[str] | None:
-    """Ids that `target` has answers for; None if there is no such file. Cuts off a last line that was not finished."""
+    """Ids that `target` has answers for; None if there is no such file.
+
+    To `resume`, lines with errors and a last line that was not finished are taken out of `target`, so that their
+    requests are asked again. A file with any other line is left alone: ValueError.
+    """
     if not source.is_file():
         raise FileNotFoundError(f"{source} is not a file of requests")
     if not target.exists():
@@ -106,13 +111,18 @@ def check_files(source: Path, target: Path, resume: bool) -> set[str] | None:
     if target.resolve() == source.resolve():
         raise FileExistsError(f"{target} is the input; name another file for the answers")
     whole = []
-    for line in target.read_bytes().split(b"\n"):
+    *lines, rest = target.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         try:
             answer = json.loads(line)
-            if answer["error"] is None:
-                whole.append((str(answer["custom_id"]), line))
+            custom_id, error = answer["custom_id"], answer["error"]
+            _ = answer["response"]
         except (ValueError, TypeError, KeyError):
-            continue
+            raise ValueError(f"{target}, line {number}, is no answer to a request: name another file") from None
+        if error is None:
+            whole.append((str(custom_id), line))
+    if rest and not lines:
+        raise ValueError(f"{target} holds no answers: name another file")
     partial = target.with_name(target.name + ".partial")
     partial.write_bytes(b"".join(line + b"\n" for _, line in whole))
     partial.replace(target)
@@ -124,7 +134,7 @@ def _read(
 ) -> Iterator[Line | tuple[str, str]]:
     """Good lines, and (id, message) of bad ones."""
     seen: dict[str, int] = {}
-    with source.open(encoding="utf-8", errors="replace") as file:
+    with source.open(encoding="utf-8-sig", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
@@ -137,7 +147,9 @@ def _read(
                     raise ValueError("custom_id must be a text")
                 custom_id = line["custom_id"]
                 if custom_id in seen:
-                    raise ValueError(f"custom_id {custom_id!r} is that of line {seen[custom_id]} too")
+                    first, twice = seen[custom_id], custom_id
+                    custom_id = f"line-{number}"  # the id belongs to the answer of the first
+                    raise ValueError(f"custom_id {twice!r} is that of line {first} too")
                 seen[custom_id] = number
                 if custom_id in answered:
                     continue
@@ -146,7 +158,7 @@ def _read(
                 url = line.get("url", openai.CHAT)
                 prompt, options = openai.request(url, line.get("body"))
                 yield Line(custom_id, url, generator.spec(prompt, **{**defaults, **options}))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 yield custom_id, f"line {number}: {error}"
 
 

@@ -33,6 +33,8 @@ def request(url: str, body: Any) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {"raw": url == COMPLETIONS}
     for name, value in body.items():
         if name in _RENAMED:
+            if value is not None and _RENAMED[name] in options:
+                raise ValueError(f"{name} says again what another parameter says; leave one out")
             if value is not None:
                 options[_RENAMED[name]] = value
         elif name in _SAME:

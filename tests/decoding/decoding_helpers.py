@@ -113,7 +113,6 @@ def script_batch(scripted, window, rows=1, tokenizer=None, ends=(), **options):
         mask_id=np.int32(0),
         allowed=jnp.ones(network.vocab, bool),
         vocab_size=network.vocab,
-        max_positions=1000,
     )
     specs = requests.check(
         [[2] * prompt_length] * rows, window=window, max_positions=1000, vocab_size=network.vocab,

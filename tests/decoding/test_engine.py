@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from decoding_helpers import generator, pretrained, script, script_batch
 
+import marsjax.decoding.engine
 from marsjax.decoding import Generator
 from marsjax.decoding.engine import QueueFull
 
@@ -164,6 +165,42 @@ def test_statistics():
     assert sums.head_rows == 3 * 3 * 4
 
 
+@pytest.mark.parametrize("program", ["start", "admit", "prefill", "advance"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_turn_that_fails_takes_its_requests_with_it_and_no_others(monkeypatch, program, error):
+    gen = generator("tiny_mars", lanes=1)
+    engine = gen.engine(1)
+    first, second = (submit(engine, gen, max_new_tokens=9, **OPTIONS) for _ in range(2))
+
+    def broken(*_, **__):
+        raise error("here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(marsjax.decoding.engine, program, broken)
+        with pytest.raises(error):
+            engine.turn(1)
+    assert not engine.running
+    engine.run()
+    alone = gen.generate(PROMPT, max_new_tokens=9, **OPTIONS)
+    assert second.result.ids == alone.ids
+    if program == "start":  # nobody had left the queue yet
+        assert first.result.ids == alone.ids
+    else:
+        assert first.error is not None
+        with pytest.raises(type(first.error)):
+            list(engine.stream(first))
+
+
+def test_nan_does_not_outlive_its_request():
+    poisoned = script((3, 4, 5), (0.9, 0.9, 0.9))
+    network, (tokens, sure, length), n = poisoned
+    batch = script_batch((network, (tokens, np.where(np.arange(64) == 1, np.nan, sure), length), n), 4, rows=1)
+    batch.engine.run()
+    assert isinstance(batch.requests[0].error, FloatingPointError)
+    assert batch.engine.statistics.failed == 1
+    assert batch.engine.idle
+
+
 def test_streams_beside_each_other():
     gen = generator("tiny_mars", lanes=2)
     engine = gen.engine(2)
@@ -173,3 +210,9 @@ def test_streams_beside_each_other():
     assert not two.ended
     assert [i for c in engine.stream(two, steps=5) for i in c.ids] == two.result.ids
     assert two.result.ids[:12] == one.result.ids
+    three, four = (submit(engine, gen, [50, 7, 9], max_new_tokens=n, **OPTIONS) for n in (30, 2))
+    list(engine.stream(three))
+    assert [i for c in engine.stream(four) for i in c.ids] == four.result.ids  # ended long ago
+    with pytest.raises(ValueError, match="not one of this engine"):
+        list(gen.engine(1).stream(submit(engine, gen)))
+    engine.run()
