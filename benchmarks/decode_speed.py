@@ -46,7 +46,8 @@ class Ours:
         mask = pretrained.mask_id if pretrained.mask_id is not None else pretrained.generation.pad_id
         self.vocab = pretrained.model.config.vocab_size
         self.config = pretrained.model.config
-        self.generator = Generator(pretrained, strategy=strategy, mask_id=mask, window=4, consume=True)
+        window = 4 if strategy == "mars" else None
+        self.generator = Generator(pretrained, strategy=strategy, mask_id=mask, window=window, consume=True)
 
     def __call__(self, ids: list[list[int]], new_tokens: int) -> list[list[int]]:
         self.results = self.generator.generate(ids, max_new_tokens=new_tokens, ignore_eos=True)
