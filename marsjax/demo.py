@@ -78,6 +78,7 @@ def demo(
     control = _Decoder(Generator(start, strategy="mars", window=block_size), held_out)
     one_token = _Decoder(Generator(tuned, strategy="ar"), held_out)
     mars = _Decoder(Generator(tuned, strategy="mars", window=block_size), held_out)
+    verified = _Decoder(Generator(tuned, strategy="comb", k=block_size), held_out)
 
     table = _table()
     ar_results = before.run(None)
@@ -86,6 +87,8 @@ def demo(
     reference = one_token.run(None)
     report["mars_one_token"] = one_token.score(reference, reference)
     _add(table, "AR, after MARS", report["mars_one_token"])
+    report["verified"] = verified.score(verified.run(None), reference)
+    _add(table, "verified (comb)", report["verified"])
     by_tau = {tau: mars.run(tau) for tau in TAUS}
     report["mars"] = [{"tau": tau, **mars.score(results, reference)} for tau, results in by_tau.items()]
     report["control"] = [{"tau": tau, **control.score(control.run(tau), ar_results)} for tau in CONTROL_TAUS]
@@ -93,7 +96,7 @@ def demo(
         for row in report[name]:
             _add(table, f"{'MARS' if name == 'mars' else 'control'}, τ = {row['tau']:g}", row)
     rich.print(table)
-    rich.print("[dim]control: the model before MARS, shown the same masks[/dim]")
+    rich.print("[dim]verified: the model checks what its masks guess; control: before MARS, shown the same masks[/dim]")
 
     report["best"] = _best(report["mars"])
     report["example"] = _example(held_out, by_tau, tuned.tokenizer)
