@@ -215,7 +215,7 @@ def _plan(
     strategy: str, window: int | None, k: int | None, block_size: int | None, mask_id: int | None
 ) -> plans.SlotPlan:
     if strategy == "auto":
-        strategy = "ar" if mask_id is None else "mars"
+        strategy, window = ("ar", None) if mask_id is None else ("mars", window)  # a window is for "mars" to have
     trained = {"mars": "window", "chain": "k", "comb": "k"}.get(strategy)
     sizes = {"window": window, "k": k}
     if trained is not None and sizes[trained] is None:
