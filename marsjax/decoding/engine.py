@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from marsjax.decoding.answer import Answer
-from marsjax.decoding.plans import SlotPlan
+from marsjax.decoding.plans import SlotPlan, positive
 from marsjax.decoding.requests import Spec, check_no_threshold, tau_rows
 from marsjax.decoding.result import Chunk, FinishReason, Result
+from marsjax.decoding.statistics import Statistics
 from marsjax.decoding.step import (
     Controls,
     Network,
@@ -53,47 +54,6 @@ class Runtime:
     mask_id: np.int32
     allowed: jax.Array  # [V] bool
     vocab_size: int
-
-
-@dataclasses.dataclass
-class Statistics:
-    """Sums over everything an engine has done. Tokens are returned ones, seconds exclude compilation.
-
-    Attributes:
-      requests, cancelled, failed: requests that ended, and those of them that were cancelled or failed.
-      prompt_tokens, new_tokens: of ended requests.
-      forwards: of ended requests, prefill apart; a request's count ends with its last returned token.
-      runs: how many forwards returned n tokens, by n: `runs[n]`.
-      steps: decode steps of the engine, each one forward for all its lanes.
-      slots, head_rows: slots fed and rows of logits computed by those steps, idle lanes included.
-      decode_seconds, prefill_seconds: inside compiled steps.
-      compile_seconds: first calls of programs. host_seconds: the rest of the time spent in `turn`.
-    """
-
-    requests: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    forwards: int = 0
-    runs: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    steps: int = 0
-    slots: int = 0
-    head_rows: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    host_seconds: float = 0.0
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.new_tokens / max(1, self.forwards)
-
-    @property
-    def accepted_by_depth(self) -> list[float]:
-        """Share of forwards that accepted at least 1, 2, ... tokens beyond the first."""
-        total, deepest = sum(self.runs.values()), max(self.runs, default=1)
-        return [sum(n for size, n in self.runs.items() if size > depth) / total for depth in range(1, deepest)]
 
 
 class Request:
@@ -134,8 +94,7 @@ class Engine:
           lanes: N, requests answered at a time. Programs are compiled for each (lanes, cache length).
           max_waiting: requests that may wait behind them; None: any number.
         """
-        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-            raise ValueError(f"lanes must be a positive integer, got {lanes!r}")
+        positive("lanes", lanes)
         self._runtime, self._max_waiting = runtime, max_waiting
         self._lanes: list[Request | None] = [None] * lanes
         self._waiting: collections.deque[Request] = collections.deque()
@@ -327,9 +286,8 @@ class Engine:
             if (tokens[lane, new] >= runtime.vocab_size).any():  # what an arg-max over NaN gives
                 told = f"the logits are NaN from token {self._seen[lane]} on; check the weights, and the dtype"
                 self._fail(lane, FloatingPointError(told))
-                self._state = clear_lane(
-                    self._state, np.int32(lane)
-                )  # 0 times NaN is NaN: it would outlive the request
+                # 0 times NaN is NaN: in the cache it would outlive the request.
+                self._state = clear_lane(self._state, np.int32(lane))
                 continue
             request._text.append(request.answer.push(tokens[lane, new].tolist(), by[lane, new].tolist()))
             self._seen[lane] = length[lane]
@@ -403,9 +361,9 @@ class Engine:
         return cache_length(needed + slack(self._runtime.plan), self._runtime.prefill_chunk)
 
     @contextlib.contextmanager
-    def _compiling(self, program: str, *key: Any) -> Iterator[bool]:
+    def _compiling(self, program: str, capacity: int, *key: Any) -> Iterator[bool]:
         """Whether this is the first call of a program, which compiles; its time is told apart."""
-        key = (program, self._capacity, self._rows["ends"].shape[1], *key)
+        key = (program, capacity, self._rows["ends"].shape[1], *key)
         first, began = key not in self._compiled, time.perf_counter()
         yield first
         self._compiled.add(key)
@@ -414,35 +372,32 @@ class Engine:
 
     def _started(self, length: int) -> State:
         self._steps = self._fed = 0
-        runtime, first, began = self._runtime, ("start", length) not in self._compiled, time.perf_counter()
-        state = start(runtime.network, runtime.plan, len(self._lanes), length)
-        # Beside the weights from the start: a state that only arrives there with the first call would compile twice.
-        state = jax.device_put(state, runtime.network.state_sharding(runtime.params, state))
-        self._compiled.add(("start", length))
-        if first:
-            self.statistics.compile_seconds += time.perf_counter() - began
-        return state
+        runtime = self._runtime
+        with self._compiling("start", length):
+            state = start(runtime.network, runtime.plan, len(self._lanes), length)
+            # Beside the weights from the start: if it only arrived there with the first call, that would compile twice.
+            return jax.device_put(state, runtime.network.state_sharding(runtime.params, state))
 
     def _grown(self, length: int) -> State:
         """A longer cache, bucket by bucket, so that the programs that lengthen it are few."""
         assert self._state is not None
         while self._capacity < length:
             following, _ = self._cache_length(self._capacity - slack(self._runtime.plan) + 1)
-            with self._compiling("grow"):
+            with self._compiling("grow", self._capacity):
                 self._state = grow(self._state, following)
         return self._state
 
     def _admitted(self, new: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        with self._compiling("admit"):
+        with self._compiling("admit", self._capacity):
             self._state = admit(self._runtime.plan, self._state, new, tokens, lengths)
 
     def _compile_prefill(self, lane: int | None) -> None:
-        with self._compiling("prefill", lane is None) as first:
+        with self._compiling("prefill", self._capacity, lane is None) as first:
             if first:
                 self._state = jax.block_until_ready(self._prefill(lane, np.int32(0)))
 
     def _compile_advance(self) -> None:
-        with self._compiling("advance") as first:
+        with self._compiling("advance", self._capacity) as first:
             if first:
                 self._state = jax.block_until_ready(self._advanced(np.int32(0), np.int32(1)))
 

@@ -71,10 +71,9 @@ class Generator:
         self.config = model.config
         self.tokenizer = tokenizer
         self.plan = _plan(strategy, window, k, block_size, mask_id)
-        for name, value in (("lanes", lanes), ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        self.lanes = lanes
+        self.lanes = plans.positive("lanes", lanes)
+        if prefill_chunk is not None:
+            plans.positive("prefill_chunk", prefill_chunk)
         if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
             raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")
         ends = tuple(int(i) for i in eos_ids)
@@ -155,10 +154,11 @@ class Generator:
 
     def engine(self, lanes: int | None = None, *, max_waiting: int | None = None) -> Engine:
         """An engine of this model and strategy, to submit requests to (`spec`) while others run."""
-        lanes, groups = self.lanes if lanes is None else lanes, self.runtime.network.lane_groups
-        if isinstance(lanes, int) and not isinstance(lanes, bool):
-            lanes = -(-lanes // groups) * groups
-        return Engine(self.runtime, lanes, max_waiting=max_waiting)
+        lanes, groups = (
+            self.lanes if lanes is None else plans.positive("lanes", lanes),
+            self.runtime.network.lane_groups,
+        )
+        return Engine(self.runtime, -(-lanes // groups) * groups, max_waiting=max_waiting)
 
     def spec(self, prompt: Any, *, raw: bool = False, **options: Any) -> Spec:
         """One prompt with its options, checked, for `Engine.submit`; options as in `generate`."""

@@ -111,7 +111,7 @@ def ar() -> SlotPlan:
 
 def mars(window: int) -> SlotPlan:
     """The sliding window of arXiv 2604.07023, section 4: W predictions a step from W - 1 masks; S = 2W - 1."""
-    size = 2 * _positive("window", window) - 1
+    size = 2 * positive("window", window) - 1
     return SlotPlan(
         "mars",
         pending=window,
@@ -125,7 +125,7 @@ def chain(k: int) -> SlotPlan:
 
     The masks propose only if every draft was accepted: else they saw wrong tokens, and the next step has no drafts.
     """
-    size = 2 * _positive("k", k) + 1
+    size = 2 * positive("k", k) + 1
     return SlotPlan("chain", pending=1, kinds=(TOKEN,) + (DRAFT,) * k + (MASK,) * k, parents=tuple(range(-1, size - 1)))
 
 
@@ -134,7 +134,7 @@ def comb(k: int) -> SlotPlan:
 
     Whatever is accepted, k masks stand behind it: every step has k drafts.
     """
-    parents = list(range(-1, _positive("k", k)))
+    parents = list(range(-1, positive("k", k)))
     for head in range(k + 1):
         first = len(parents)
         parents += [head, *range(first, first + k - 1)]
@@ -160,7 +160,8 @@ def named(strategy: str, *, window: int | None = None, k: int | None = None) -> 
     return (chain if strategy == "chain" else comb)(DEFAULT_K if k is None else k)
 
 
-def _positive(name: str, value: int) -> int:
+def positive(name: str, value: int) -> int:
+    """`value`, if it is a positive integer; ValueError if not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     return value

@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from marsjax.decoding.engine import Request, Statistics
+from marsjax.decoding.engine import Request
 from marsjax.decoding.generator import Generator
 from marsjax.decoding.requests import Spec
+from marsjax.decoding.statistics import Statistics
 from marsjax.serving import openai
 
 
