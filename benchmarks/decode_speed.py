@@ -9,7 +9,6 @@ library whose threads spin while they wait for each other then looks worse than 
 """
 
 import argparse
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -67,18 +66,18 @@ class Steps:
 
 
 class Strategy:
-    """Another plan on the weights of a generator that is there."""
+    """Another strategy on the weights of a generator that is there."""
 
-    def __init__(self, ours: Ours, plan, tau: float | None = None):
-        self.generator = copy.copy(ours.generator)
-        self.generator.plan, self.generator._engines = plan, {}
-        self.generator.runtime = dataclasses.replace(ours.generator.runtime, plan=plan)
-        self.tau = tau
+    def __init__(self, ours: Ours, tau: float | None = None, **options):
+        self.generator, self.tau, self.engines = ours.generator.with_strategy(**options), tau, {}
 
     def __call__(self, ids: list[list[int]], new_tokens: int) -> list[list[int]]:
-        engine = self.generator._engine(len(ids))
+        from marsjax.decoding.engine import run_all
+
+        engine = self.engines.setdefault(len(ids), self.generator.engine(len(ids)))
         before = dataclasses.replace(engine.statistics)
-        results = self.generator.generate(ids, tau=self.tau, max_new_tokens=new_tokens, ignore_eos=True)
+        specs = [self.generator.spec(x, tau=self.tau, max_new_tokens=new_tokens, ignore_eos=True) for x in ids]
+        results = run_all(engine, specs)
         after = engine.statistics
         self.spent = {
             name: getattr(after, name) - getattr(before, name)
@@ -111,8 +110,6 @@ class Transformers:
 
 def by_strategy(args, ours: Ours) -> None:
     """All strategies on the same weights. The model's masks are untrained: what is compared is what a step costs."""
-    from marsjax.decoding import plans
-
     print("\nStrategies. Masks mean nothing to this model, so look at the cost of a step, not at tokens a forward\n")
     print(
         "| batch | strategy | tokens/s | a forward | ms a step | × ar | slots, head rows | prefill | host | equals ar |"
@@ -121,11 +118,11 @@ def by_strategy(args, ours: Ours) -> None:
     for batch in args.batch:
         ids = prompts(batch, ours.vocab, equal=True)
         strategies = {
-            "ar": Strategy(ours, plans.ar()),
-            "mars, τ = 1": Strategy(ours, plans.mars(4)),
-            "mars, τ = 0.3": Strategy(ours, plans.mars(4), 0.3),
-            "chain, k = 4": Strategy(ours, plans.chain(4)),
-            "comb, k = 4": Strategy(ours, plans.comb(4)),
+            "ar": Strategy(ours, strategy="ar"),
+            "mars, τ = 1": Strategy(ours, strategy="mars", window=4),
+            "mars, τ = 0.3": Strategy(ours, 0.3, strategy="mars", window=4),
+            "chain, k = 4": Strategy(ours, strategy="chain", k=4),
+            "comb, k = 4": Strategy(ours, strategy="comb", k=4),
         }
         runs = alternate(strategies, ids, args.new_tokens, args.rounds)
         base = None

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from marsjax.decoding import network, plans
-from marsjax.decoding.step import Controls, start, step
+from marsjax.decoding import network
+from marsjax.decoding.options import Options
+from marsjax.decoding.step import Controls, Params, start
+from marsjax.decoding.strategies import Target, build
 from marsjax.models import ModelConfig
 
 QWEN_7B = ModelConfig(
@@ -31,13 +33,18 @@ QWEN_7B = ModelConfig(
     num_kv_heads=4, head_dim=128, max_positions=32768, rope_theta=1e6, rope_scaling=None, norm_eps=1e-6,
     tie_embeddings=False,
 )  # fmt: skip
-PLANS = {"ar": plans.ar(), "mars, W = 4": plans.mars(4), "comb, k = 4": plans.comb(4)}
+PLANS = {
+    "ar": Options("ar"),
+    "mars, W = 4": Options("mars", window=4),
+    "comb, k = 4": Options("comb", k=4),
+}
 
 
-def compiled(plan: plans.SlotPlan, batch: int, length: int, mesh: Mesh):
+def compiled(options: Options, batch: int, length: int, mesh: Mesh):
     """(the compiled step, seconds)."""
     net, params = network.abstract(QWEN_7B, jnp.bfloat16, mesh)
-    state = jax.eval_shape(lambda: start(net, plan, batch, length))
+    strategy, proposer = build(options, Target(QWEN_7B.vocab_size, QWEN_7B.hidden_size, None, mask_id=0))
+    state = jax.eval_shape(lambda: start(net, strategy, batch, length))
     places = net.state_sharding(params, state)
     state = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p), state, places)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -51,7 +58,7 @@ def compiled(plan: plans.SlotPlan, batch: int, length: int, mesh: Mesh):
         rejection=rows(bool, batch), limit=rows(jnp.int32, batch), ends=rows(jnp.int32, batch, 8),
         halted=rows(bool, batch), allowed=rows(bool, QWEN_7B.vocab_size), mask_id=rows(jnp.int32),
     )  # fmt: skip
-    one = jax.jit(lambda p, c, s: step(net, plan, p, c, s), donate_argnums=2, out_shardings=places)
+    one = jax.jit(lambda p, c, s: strategy.step(net, Params(p, proposer), c, s), donate_argnums=2, out_shardings=places)
     began = time.perf_counter()
     program = one.lower(params, controls, state).compile()
     return program, time.perf_counter() - began

@@ -9,8 +9,11 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, arg
 
+from marsjax.decoding.options import Options
+
 Dtype = Literal["float32", "bfloat16", "float16"]
-Strategy = Literal["auto", "ar", "mars", "chain", "comb"]
+How = Annotated[Options, arg(name="")]  # its fields are options of the command
+DEFAULT = Options()
 
 
 def demo(
@@ -85,9 +88,9 @@ def generate(
     system: str | None = None,
     raw: bool = False,
     ignore_eos: bool = False,
-    strategy: Strategy = "auto",
-    window: int | None = None,
-    k: int | None = None,
+    how: How = DEFAULT,
+    draft: str | None = None,
+    verification: Literal["coupled", "rejection"] = "coupled",
     dtype: Dtype = "float32",
     show_chunks: bool = False,
     json_: Annotated[bool, arg(name="json")] = False,
@@ -111,10 +114,9 @@ def generate(
         system: system message put before each prompt.
         raw: continue the prompt as plain text, without the chat template.
         ignore_eos: go on past end tokens, up to the limit.
-        strategy: mars, ar (one token a forward), chain or comb (several, exactly those of ar while τ is 1), or auto:
-            mars if the model allows it.
-        window: predictions a forward pass (mars); by default the block size of training.
-        k: drafts a forward pass (chain, comb); by default the block size of training.
+        draft: a second, smaller model of the same vocabulary that guesses (--strategy speculative).
+        verification: of sampled drafts: coupled gives the text that ar gives with this seed, rejection another one of
+            the same distribution.
         dtype: of weights and computation.
         show_chunks: shade the text by what each forward pass gave, and print the counts.
         json_: print one JSON object a prompt.
@@ -126,10 +128,11 @@ def generate(
     prompts = [sys.stdin.read() if text == "-" else text for text in prompt]
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     options: dict[str, Any] = {"tau": tau, "measure": measure, "max_new_tokens": max_new_tokens, **sampling}
+    options["verification"] = verification
     check_options(len(prompts), **options)  # wrong options are refused before the model is read
     if raw and system is not None:
         raise ValueError("--raw takes plain text, so there is no place for --system")
-    generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window, k=k)
+    generator = Generator.load(model, dtype=dtype, draft=draft, **vars(how))
     asked: list[Any] = list(prompts)
     if system is not None:
         asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in prompts]
@@ -190,9 +193,8 @@ def batch(
     tau: float | None = None,
     max_new_tokens: int = 256,
     lanes: int = 16,
-    strategy: Strategy = "auto",
-    window: int | None = None,
-    k: int | None = None,
+    how: How = DEFAULT,
+    draft: str | None = None,
     dtype: Dtype = "float32",
     resume: bool = False,
 ) -> int:
@@ -206,12 +208,10 @@ def batch(
         source: lines with custom_id, url (/v1/chat/completions or /v1/completions) and body.
         target: file for the answers, in the order in which they get ready.
         model: Hugging Face directory, hub id or .gguf file.
-        tau: for requests that do not say their own.
+        tau: for requests that say neither tau nor measure.
         max_new_tokens: for requests without max_tokens.
         lanes: requests answered at a time.
-        strategy: mars, ar, chain, comb, or auto: mars if the model allows it.
-        window: predictions a forward pass (mars); by default the block size of training.
-        k: drafts a forward pass (chain, comb); by default the block size of training.
+        draft: a second, smaller model of the same vocabulary that guesses (--strategy speculative).
         dtype: of weights and computation.
         resume: keep the answers that target has already, and go on.
     """
@@ -224,7 +224,7 @@ def batch(
     _keep_compiled_programs()
     from marsjax.decoding.generator import Generator
 
-    generator = Generator.load(model, dtype=dtype, strategy=strategy, window=window, k=k, lanes=lanes)
+    generator = Generator.load(model, dtype=dtype, draft=draft, lanes=lanes, **vars(how))
     summary = batch_file.run(generator, source, target, model=model, defaults=defaults, resume=resume)
     sums = summary.statistics
     kept = f" ({summary.kept} were there)" if summary.kept else ""
@@ -236,20 +236,30 @@ def batch(
 
 
 def plan_slots(
-    strategy: Positional[Literal["ar", "mars", "chain", "comb"]], *, window: int | None = None, k: int | None = None
+    strategy: Positional[Literal["ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block"]],
+    *,
+    window: int | None = None,
+    k: int | None = None,
+    block_complexity: int | None = None,
+    widths: tuple[int, ...] | None = None,
+    cache_block: int | None = None,
 ) -> int:
     """Draw what one forward pass of a strategy is fed.
 
     Example: marsjax plan-slots comb --k 3
 
     Args:
-        strategy: mars, ar, chain or comb.
-        window: predictions a forward pass (mars); 4 by default.
-        k: drafts a forward pass (chain, comb); 4 by default.
+        strategy: as in marsjax generate.
+        window: predictions a forward pass (mars, speculative).
+        k: drafts in a row (chain, comb, speculative, lookup, jacobi), depth of a tree.
+        block_complexity: slots a tree feeds, at most.
+        widths: drafts at each depth of a tree of fixed form.
+        cache_block: positions of a block of the paper's cache (block).
     """
-    from marsjax.decoding import picture, plans
+    from marsjax.decoding import picture, strategies
 
-    print(picture.draw(plans.named(strategy, window=window, k=k)))
+    options = Options(strategy, window, k, block_complexity, widths, cache_block=cache_block)
+    print(picture.draw(strategies.plan_of(options)))
     return 0
 
 

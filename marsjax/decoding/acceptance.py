@@ -67,15 +67,31 @@ def is_sure(confidence: jax.Array, tau: jax.Array, measure: jax.Array) -> jax.Ar
     return jnp.where(is_entropy, (confidence <= tau) & (tau > 0), (confidence >= tau) & (tau < 1))
 
 
-def verify(own: jax.Array, drafts: jax.Array, accept: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a step emits that verified drafts: (tokens [N, k + 1], how many of them are accepted drafts [N]).
+def walk(parents: jax.Array, equal: jax.Array, sure: jax.Array, reach: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Go from the root through accepted drafts: (path [N, reach] of heads, last head [N], steps taken [N]).
 
-    The drafts up to the first that is not accepted, then the model's own token there.
+    At each head to the draft behind it that is the model's own choice, else to one that is sure, else stop.
 
     Args:
-      own: [N, k + 1] int32, the model's own token behind the root and behind each draft.
-      drafts: [N, k] int32. accept: [N, k] bool, whether each would be accepted if all before it were.
+      parents: [N, D] int32, the head each draft hangs on; head 0 is the root, head i draft i - 1.
+      equal: [N, D] bool, whether a draft is the model's own choice. sure: [N, D] bool, whether τ accepts it.
     """
-    accepted = jnp.cumprod(accept.astype(jnp.int32), axis=1).sum(1)
-    is_draft = jnp.arange(own.shape[1]) < accepted[:, None]
-    return jnp.where(is_draft, jnp.pad(drafts, ((0, 0), (0, 1))), own), accepted
+    at = jnp.zeros(equal.shape[0], jnp.int32)
+    accepted, goes_on, path = at, at == 0, []
+    for _ in range(reach):
+        child = parents == at[:, None]
+        right = child & equal
+        next_ones = jnp.where(right.any(1, keepdims=True), right, child & sure)
+        goes_on = goes_on & next_ones.any(1)
+        at = jnp.where(goes_on, next_ones.argmax(1).astype(jnp.int32) + 1, at)
+        accepted = accepted + goes_on
+        path.append(at)
+    return jnp.stack(path, 1), at, accepted
+
+
+def sure_path(sure: jax.Array, parents: jax.Array, reach: int) -> jax.Array:
+    """[N, D] bool: whether a draft and all before it are sure."""
+    along = sure
+    for _ in range(reach - 1):
+        along = sure & ((parents == 0) | jnp.take_along_axis(along, jnp.maximum(parents - 1, 0), 1))
+    return along

@@ -1,5 +1,6 @@
 """A row's tokens on the host, as they come: text, stop strings, run lengths."""
 
+import bisect
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -19,6 +20,7 @@ class Answer:
         self._stops = StopStrings(stops) if stops else None
         self._decoded = [0]  # characters decoded from the first k ids
         self._text: list[str] = []
+        self._shown = 0  # characters of it
 
     @property
     def text(self) -> str | None:
@@ -34,8 +36,7 @@ class Answer:
         """How many ids nothing can take back: all, or with stop strings those whose text is shown."""
         if self._stops is None:
             return len(self.ids)
-        shown = sum(map(len, self._text))
-        return next(k for k, decoded in enumerate(self._decoded) if decoded >= shown)
+        return bisect.bisect_left(self._decoded, self._shown)
 
     def push(self, ids: Sequence[int], emitted_by: Sequence[int]) -> str:
         """Take tokens and the number of the forward that gave each; returns the text that became final."""
@@ -46,11 +47,11 @@ class Answer:
             self.ids.append(token)
             self._emitted_by.append(forward)
             self._decoded.append(self._decoded[-1])
-            if token in self._ends:
+            if self._detokenizer is not None:  # an end token that is no special one has text
+                text.append(self._show(self._detokenizer.push([token])))
+            if token in self._ends and self.stop is None:
                 self.stop = token
                 text.append(self.finish())
-            elif self._detokenizer is not None:
-                text.append(self._show(self._detokenizer.push([token])))
         return "".join(text)
 
     def finish(self) -> str:
@@ -59,21 +60,22 @@ class Answer:
             return ""
         text = self._show(self._detokenizer.finish())
         if self._stops is not None and self._stops.stopped is None:
-            self._text.append(rest := self._stops.finish())
-            text += rest
+            text += self._add(self._stops.finish())
         return text
 
     def _show(self, text: str) -> str:
         self._decoded[-1] += len(text)
         if self._stops is not None and self._stops.stopped is None:
-            text = self._stops.push(text)
-            self._text.append(text)
+            text = self._add(self._stops.push(text))
             if self._stops.stopped is not None:
                 self.stop = self._stops.stopped
                 kept = self.final
                 del self.ids[kept:], self._emitted_by[kept:]
-        elif self._stops is None:
-            self._text.append(text)
         else:
-            text = ""
+            text = self._add(text) if self._stops is None else ""
+        return text
+
+    def _add(self, text: str) -> str:
+        self._text.append(text)
+        self._shown += len(text)
         return text

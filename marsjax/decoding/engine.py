@@ -8,28 +8,29 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from marsjax.decoding.answer import Answer
-from marsjax.decoding.plans import SlotPlan, positive
-from marsjax.decoding.requests import Spec, check_no_threshold, tau_rows
+from marsjax.decoding.options import positive
+from marsjax.decoding.requests import Spec, check_strategy, tau_rows
 from marsjax.decoding.result import Chunk, FinishReason, Result
 from marsjax.decoding.statistics import Statistics
 from marsjax.decoding.step import (
     Controls,
     Network,
+    Params,
     State,
+    Strategy,
     admit,
     advance,
     clear_lane,
-    grow,
     prefill,
     prefill_lane,
-    slack,
+    resize,
     start,
 )
 
@@ -46,14 +47,15 @@ class Runtime:
     """What all engines of one generator share."""
 
     network: Network
-    params: Any
-    plan: SlotPlan
+    params: Params
+    strategy: Strategy
     prefill_chunk: int
     tokenizer: Any
     eos_ids: tuple[int, ...]
     mask_id: np.int32
     allowed: jax.Array  # [V] bool
     vocab_size: int
+    max_positions: int
 
 
 class Request:
@@ -70,6 +72,7 @@ class Request:
         self.result: Result | None = None
         self.error: Exception | None = None
         self.seconds = self.prefill_seconds = 0.0
+        self.forwards = 0
         self._text: list[str] = []
         self._taken = 0
 
@@ -95,12 +98,13 @@ class Engine:
           max_waiting: requests that may wait behind them; None: any number.
         """
         positive("lanes", lanes)
+        if max_waiting is not None:
+            positive("max_waiting", max_waiting)
         self._runtime, self._max_waiting = runtime, max_waiting
         self._lanes: list[Request | None] = [None] * lanes
         self._waiting: collections.deque[Request] = collections.deque()
         self._state: State | None = None
         self._seen = np.zeros(lanes, np.int64)  # tokens of each lane its answer knows
-        self._longest = 0  # tokens, of all requests since the engine was idle
         self._steps = self._fed = 0  # of the state's counters, what the statistics have
         self._rows = _idle_rows(lanes)
         self._controls: Controls | None = None
@@ -122,18 +126,21 @@ class Engine:
         return not self._waiting and not self.running
 
     def submit(self, spec: Spec) -> Request:
-        """Put a checked request (`requests.check`) into the queue. Raises QueueFull."""
+        """Put a checked request (`Generator.spec`) into the queue. Raises QueueFull."""
+        if not isinstance(spec, Spec):
+            raise TypeError(f"submit takes what Generator.spec(prompt, ...) makes, got {type(spec).__name__}")
+        check_strategy(self._runtime.strategy, [spec.tau], [int(spec.measure)], [spec.rejection])
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
-            raise QueueFull(f"{self._max_waiting} requests wait already; try again later")
+            raise QueueFull(f"{self._max_waiting} requests wait already; let turn() or run() answer some first")
         request = Request(spec, self._runtime.tokenizer)
         self._waiting.append(request)
-        self._longest = max(self._longest, spec.needed)
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now, with what it has; nothing if it has ended."""
+        """End a request now, with what it has; nothing if it has ended. ValueError if it is another engine's."""
         if request.ended:
             return
+        self._check_own(request)
         if request in self._waiting:
             self._waiting.remove(request)
         self._end(request, "cancelled")
@@ -142,10 +149,11 @@ class Engine:
 
     def set_tau(self, tau: float | None, request: Request | None = None) -> None:
         """Change τ from the next step on, of one request or of all that wait or run."""
+        if request is not None and not request.ended:
+            self._check_own(request)
         requests = [*self.running, *self._waiting] if request is None else [request]
         taus = [tau_rows(tau, [int(r.spec.measure)])[0] for r in requests]
-        if self._runtime.plan.window == 1:
-            check_no_threshold(taus, [int(r.spec.measure) for r in requests])
+        check_strategy(self._runtime.strategy, taus, [int(r.spec.measure) for r in requests], [])
         for one, value in zip(requests, taus, strict=True):
             one.tau = value
             if one in self._lanes:
@@ -157,8 +165,8 @@ class Engine:
         Returns the requests that were running. If anything fails or interrupts, those have failed, and the engine goes
         on with what waits.
         """
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+        if max_steps is not None:
+            positive("max_steps", max_steps)
         try:
             return self._turn(max_steps)
         except BaseException as error:
@@ -171,11 +179,13 @@ class Engine:
     def _turn(self, max_steps: int | None) -> list[Request]:
         began, before = time.perf_counter(), self._told_seconds
         self._admit()
+        self._fit(self.running)
         running = self.running
         if running:
             steps = UNBOUNDED if max_steps is None else np.int32(max_steps)
             if any(request.spec.stops for request in running):
-                steps = min(steps, np.int32(STEPS_BETWEEN_STOP_CHECKS))
+                # Stop strings are looked for here; who waits for a lane should not wait for that.
+                steps = min(steps, np.int32(1 if self._waiting else STEPS_BETWEEN_STOP_CHECKS))
             self._advance(steps)
         if self.idle:
             self._rest()
@@ -187,39 +197,52 @@ class Engine:
         while not self.idle:
             self.turn()
 
-    def stream(self, request: Request, steps: int = 1) -> Iterator[Chunk]:
-        """A request's chunks as they come; other requests run along."""
-        while True:
-            if not request.ended:
-                if self.idle:
-                    raise ValueError("the request is not one of this engine")
-                self.turn(steps)
-            if request.error is not None:
-                raise request.error
-            chunk = request.take()
-            if chunk.text or chunk.ids or chunk.result:
-                yield chunk
-            if request.ended:
-                return
+    def stream(self, request: Request, steps: int = 1, *, tau: Callable[[], float] | None = None) -> Iterator[Chunk]:
+        """A request's chunks, one a turn of up to `steps` forwards; other requests run along.
+
+        `tau`, if given, is asked before each turn. A reader that leaves cancels the request.
+        """
+        if not request.ended:
+            self._check_own(request)
+        try:
+            ended = False
+            while not ended:
+                if not request.ended:
+                    if tau is not None:
+                        self.set_tau(tau(), request)
+                    self.turn(steps)
+                if request.error is not None:
+                    raise request.error
+                ended = request.ended
+                yield request.take()
+        finally:
+            self.cancel(request)
 
     def warm_up(self, longest: int) -> None:
-        """Compile everything that requests of up to `longest` tokens (prompt + limit) can need, ahead of them."""
+        """Compile everything that requests of up to `longest` tokens (prompt + limit) can need, ahead of them.
+
+        Six programs for each cache length up to there. With jax's compilation cache a second start only reads them.
+        """
+        if positive("longest", longest) > (most := self._runtime.max_positions):
+            raise ValueError(f"longest={longest} is beyond the model's {most} positions")
         if not self.idle:
             raise RuntimeError("an engine is warmed up before its first request")
-        lengths = [self._cache_length(1)[0]]
-        while lengths[-1] < self._cache_length(longest)[0]:
-            lengths.append(self._cache_length(lengths[-1] - slack(self._runtime.plan) + 1)[0])
-        for length in lengths:
-            self._state = self._grown(length) if self._state is not None else self._started(length)
+        for length in (lengths := self._lengths(longest)):
+            self._state = self._resized(length) if self._state is not None else self._started(length)
             nobody = np.zeros(len(self._lanes), bool)
             self._admitted(nobody, np.zeros(self._state.tokens.shape, np.int32), nobody.astype(np.int32))
             for lane in (None, 0):
                 self._compile_prefill(lane)
             self._compile_advance()
             self._state = self._started(length)
+        self._resized(lengths[0])
         self._state = None
 
     # --- lanes -------------------------------------------------------------------------------------------------------
+
+    def _check_own(self, request: Request) -> None:
+        if request not in self._lanes and request not in self._waiting:
+            raise ValueError("the request is not one of this engine")
 
     @property
     def _told_seconds(self) -> float:
@@ -232,13 +255,18 @@ class Engine:
         if not free or not self._waiting:
             return
         before = self.statistics.prefill_seconds
-        length, _ = self._cache_length(self._longest)
         if not self.running:
             self._state = None  # before its successor is made
-            self._state = self._started(length)
-        elif length > self._capacity:
-            self._state = self._grown(length)
-        new = [(lane, self._waiting.popleft()) for lane in free[: len(self._waiting)]]
+        new = list(zip(free, self._waiting, strict=False))
+        try:
+            self._fit([*self.running, *(request for _, request in new)])
+        except Exception as error:  # no memory for the longest: the others are no worse off than before
+            longest = max((request for _, request in new), key=lambda request: request.spec.needed)
+            self._waiting.remove(longest)
+            self._failed(longest, error)
+            return
+        for _ in new:
+            self._waiting.popleft()
         is_new, lengths = np.zeros(len(self._lanes), bool), np.ones(len(self._lanes), np.int32)
         tokens = np.zeros((len(self._lanes), self._capacity), np.int32)
         for lane, request in new:
@@ -261,6 +289,16 @@ class Engine:
             request.prefill_seconds = spent
         self._compile_advance()
 
+    def _fit(self, requests: list[Request]) -> None:
+        """A cache as long as these need: attention reads all of it. Shrinks by half or more, or would go to and fro."""
+        if not requests:
+            return
+        needed = self._lengths(max(request.spec.needed for request in requests))[-1]
+        if self._state is None:
+            self._state = self._started(needed)
+        elif needed > self._capacity or 2 * needed <= self._capacity:
+            self._state = self._resized(needed)
+
     def _advance(self, max_steps: np.int32) -> None:
         runtime, running = self._runtime, self.running
         began = time.perf_counter()
@@ -275,13 +313,14 @@ class Engine:
         self.statistics.decode_seconds += seconds
         self.statistics.steps += took
         self.statistics.slots += (fed - self._fed) % 2**32 * len(self._lanes)  # the device counts in 32 bits
-        head_rows = runtime.plan.window + runtime.plan.drafts
-        self.statistics.head_rows += took * head_rows * len(self._lanes)
+        self.statistics.head_rows += took * runtime.strategy.plan.head_rows * len(self._lanes)
         self._steps, self._fed = steps, fed
         for lane, request in enumerate(self._lanes):
             if request is None:
                 continue
-            request.seconds += seconds
+            forwards = int(by[lane, length[lane] - 1])
+            request.seconds += seconds * (forwards - request.forwards) / max(1, took)
+            request.forwards = forwards
             new = slice(self._seen[lane], length[lane])
             if (tokens[lane, new] >= runtime.vocab_size).any():  # what an arg-max over NaN gives
                 told = f"the logits are NaN from token {self._seen[lane]} on; check the weights, and the dtype"
@@ -310,6 +349,7 @@ class Engine:
             stop=answer.stop,
             chunks=answer.chunks,
             seed=int(spec.seed),
+            draft_forwards=len(answer.chunks) * self._runtime.strategy.proposer.forwards,
             seconds=request.seconds,
             prefill_seconds=request.prefill_seconds,
         )
@@ -317,6 +357,7 @@ class Engine:
         sums.prompt_tokens += len(spec.prompt)
         sums.new_tokens += len(answer.ids)
         sums.forwards += request.result.forwards
+        sums.draft_forwards += request.result.draft_forwards
         sums.runs.update(request.result.chunks)
         if request in self._lanes:
             self._free(self._lanes.index(request))
@@ -324,10 +365,13 @@ class Engine:
     def _fail(self, lane: int, error: Exception) -> None:
         request = self._lanes[lane]
         assert request is not None
+        self._failed(request, error)
+        self._free(lane)
+
+    def _failed(self, request: Request, error: Exception) -> None:
         request.error = error
         self.statistics.requests += 1
         self.statistics.failed += 1
-        self._free(lane)
 
     def _free(self, lane: int) -> None:
         self._lanes[lane] = None
@@ -336,7 +380,7 @@ class Engine:
 
     def _rest(self) -> None:
         """Gives the memory back; the next request chooses the cache length anew."""
-        self._state, self._longest = None, 0
+        self._state, self._rows, self._controls = None, _idle_rows(len(self._lanes)), None
 
     def _set(self, lane: int, **values: Any) -> None:
         for name, value in values.items():
@@ -357,8 +401,13 @@ class Engine:
         assert self._state is not None
         return self._state.tokens.shape[1]
 
-    def _cache_length(self, needed: int) -> tuple[int, int]:
-        return cache_length(needed + slack(self._runtime.plan), self._runtime.prefill_chunk)
+    def _lengths(self, needed: int) -> list[int]:
+        """Cache lengths from the shortest to the one for requests of `needed` tokens (prompt + limit)."""
+        limit, needed = self._runtime.prefill_chunk, needed + self._runtime.strategy.slack
+        lengths = [cache_length(1, limit)[0]]
+        while lengths[-1] < needed:
+            lengths.append(cache_length(lengths[-1] + 1, limit)[0])
+        return lengths
 
     @contextlib.contextmanager
     def _compiling(self, program: str, capacity: int, *key: Any) -> Iterator[bool]:
@@ -374,22 +423,23 @@ class Engine:
         self._steps = self._fed = 0
         runtime = self._runtime
         with self._compiling("start", length):
-            state = start(runtime.network, runtime.plan, len(self._lanes), length)
+            state = start(runtime.network, runtime.strategy, len(self._lanes), length)
             # Beside the weights from the start: if it only arrived there with the first call, that would compile twice.
-            return jax.device_put(state, runtime.network.state_sharding(runtime.params, state))
+            return jax.device_put(state, runtime.network.state_sharding(runtime.params.target, state))
 
-    def _grown(self, length: int) -> State:
-        """A longer cache, bucket by bucket, so that the programs that lengthen it are few."""
+    def _resized(self, length: int) -> State:
+        """A cache of another length, bucket by bucket, so that the programs that do it are few."""
         assert self._state is not None
-        while self._capacity < length:
-            following, _ = self._cache_length(self._capacity - slack(self._runtime.plan) + 1)
-            with self._compiling("grow", self._capacity):
-                self._state = grow(self._state, following)
+        lengths = self._lengths(max(length, self._capacity) - self._runtime.strategy.slack)
+        here, there = lengths.index(self._capacity), lengths.index(length)
+        for at in range(here + 1, there + 1) if there > here else reversed(range(there, here)):
+            with self._compiling("resize", self._capacity, lengths[at]):
+                self._state = resize(self._runtime.strategy, self._state, lengths[at])
         return self._state
 
     def _admitted(self, new: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
         with self._compiling("admit", self._capacity):
-            self._state = admit(self._runtime.plan, self._state, new, tokens, lengths)
+            self._state = admit(self._runtime.strategy, self._state, new, tokens, lengths)
 
     def _compile_prefill(self, lane: int | None) -> None:
         with self._compiling("prefill", self._capacity, lane is None) as first:
@@ -405,15 +455,16 @@ class Engine:
         runtime = self._runtime
         chunk = cache_length(self._capacity, runtime.prefill_chunk)[1]
         if lane is None:
-            return prefill(runtime.network, chunk, runtime.params, self._state, max_chunks)
-        return prefill_lane(runtime.network, chunk, runtime.params, self._state, np.int32(lane), max_chunks)
+            return prefill(runtime.network, runtime.strategy, chunk, runtime.params, self._state, max_chunks)
+        at = np.int32(lane)
+        return prefill_lane(runtime.network, runtime.strategy, chunk, runtime.params, self._state, at, max_chunks)
 
     def _advanced(self, max_steps: np.int32, least: np.int32) -> State:
         runtime = self._runtime
         if self._controls is None:
             rows = {name: value.copy() for name, value in self._rows.items()}  # jax may read a numpy array later
             self._controls = Controls(**rows, allowed=runtime.allowed, mask_id=runtime.mask_id)
-        return advance(runtime.network, runtime.plan, runtime.params, self._controls, self._state, max_steps, least)
+        return advance(runtime.network, runtime.strategy, runtime.params, self._controls, self._state, max_steps, least)
 
 
 def cache_length(needed: int, chunk_limit: int) -> tuple[int, int]:

@@ -1,20 +1,23 @@
 """`Generator`: prompts in, results out. What users meet of the engine."""
 
-import warnings
+import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from marsjax.decoding import network, plans, requests
+from marsjax.decoding import network, requests, strategies
 from marsjax.decoding.engine import Engine, Runtime, run_all
+from marsjax.decoding.options import Options, positive
+from marsjax.decoding.plans import SlotPlan
 from marsjax.decoding.requests import Spec
 from marsjax.decoding.result import Chunk
-
-Strategy = Literal["auto", "ar", "mars", "chain", "comb"]
+from marsjax.decoding.step import Params
 
 DEFAULT_LANES = 64
 
@@ -35,24 +38,20 @@ class Generator:
         eos_ids: Sequence[int] = (),
         pad_id: int | None = None,
         mask_id: int | None = None,
-        strategy: Strategy = "auto",
-        window: int | None = None,
-        k: int | None = None,
+        draft: Any = None,
         block_size: int | None = None,
         forbidden: Sequence[int] | None = None,
         dtype: Any = jnp.float32,
         prefill_chunk: int | None = None,
         lanes: int = DEFAULT_LANES,
         consume: bool = False,
+        **strategy: Any,
     ):
         """
         Args:
           model: a `marsjax.weights.Pretrained`, which brings tokenizer and ids with it, or a `models.Decoder`.
           tokenizer, eos_ids, pad_id, mask_id: what goes with a bare decoder. Without a tokenizer prompts are ids.
-          strategy: "mars" (several tokens a forward), "ar" (one), or "auto": "mars" if there is a mask token. "chain"
-            and "comb" verify what the masks guess: several tokens a forward, and exactly those of "ar" while τ is 1.
-          window: W, predictions a forward ("mars"); None: the block size the model was trained with, else 4.
-          k: drafts a forward ("chain", "comb"); None: the block size, else 4.
+          draft: a draft model for strategy "speculative": a `Pretrained`, or what `load` takes.
           block_size: B of training, if known; a window beyond it warns.
           forbidden: ids never emitted, taken out of the logits before anything is chosen or measured. None: the mask,
             padding, and what the tokenizer does not know. () reproduces the paper's sampler, which leaves them in.
@@ -60,7 +59,9 @@ class Generator:
           prefill_chunk: prompt tokens a forward, at most; None: 32 on a CPU, 256 elsewhere.
           lanes: prompts answered at a time.
           consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
+          strategy: the fields of `marsjax.decoding.strategies.Options`, such as strategy="comb", k=4.
         """
+        options = Options(**strategy)
         if hasattr(model, "generation"):
             pretrained, model = model, model.model
             tokenizer = pretrained.tokenizer if tokenizer is None else tokenizer
@@ -70,27 +71,33 @@ class Generator:
             block_size = block_size or (pretrained.hf_config.get("marsjax") or {}).get("block_size")
         self.config = model.config
         self.tokenizer = tokenizer
-        self.plan = _plan(strategy, window, k, block_size, mask_id)
-        self.lanes = plans.positive("lanes", lanes)
+        self.lanes = positive("lanes", lanes)
         if prefill_chunk is not None:
-            plans.positive("prefill_chunk", prefill_chunk)
+            positive("prefill_chunk", prefill_chunk)
         if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
             raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")
         ends = tuple(int(i) for i in eos_ids)
+        self._dtype = dtype
+        embedding = model.embed_table.embedding[...]
+        self._target = strategies.Target(
+            self.config.vocab_size, self.config.hidden_size, embedding, tokenizer, mask_id, block_size
+        )
+        built, proposer_params, max_positions = self._built(options, draft)
         net, params = network.split(model, dtype, consume=consume)
         if prefill_chunk is None:
             prefill_chunk = 32 if net.for_cpu else 256
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, list[Engine]] = {}  # at rest, by their number of lanes
         self.runtime = Runtime(
             network=net,
-            params=params,
-            plan=self.plan,
+            params=Params(params, proposer_params),
+            strategy=built,
             prefill_chunk=prefill_chunk,
             tokenizer=tokenizer,
             eos_ids=ends,
             mask_id=np.int32(0 if mask_id is None else mask_id),
             allowed=jnp.asarray(_allowed(self.config.vocab_size, tokenizer, ends, (mask_id, pad_id), forbidden)),
             vocab_size=self.config.vocab_size,
+            max_positions=max_positions,
         )
 
     @classmethod
@@ -105,6 +112,24 @@ class Generator:
         from marsjax import weights
 
         return cls(weights.load(source, layout="list", dtype=dtype, mesh=mesh), dtype=dtype, consume=True, **options)
+
+    def with_strategy(self, *, draft: Any = None, **strategy: Any) -> "Generator":
+        """Another strategy on the same weights: `draft` and the fields of `Options`, as in the constructor."""
+        other = copy.copy(self)
+        built, params, max_positions = self._built(Options(**strategy), draft)
+        other.runtime = dataclasses.replace(
+            self.runtime,
+            strategy=built,
+            params=Params(self.runtime.params.target, params),
+            max_positions=max_positions,
+        )
+        other._engines = {}
+        return other
+
+    @property
+    def plan(self) -> SlotPlan:
+        """What one forward pass is fed."""
+        return self.runtime.strategy.plan
 
     def generate(
         self,
@@ -149,13 +174,14 @@ class Generator:
             top_k=top_k, top_p=top_p, seed=seed, verification=verification, stop=stop, stop_ids=stop_ids,
             ignore_eos=ignore_eos,
         )  # fmt: skip
-        results = run_all(self._engine(min(len(specs), self.lanes)), specs)
+        with self._engine(min(len(specs), self.lanes)) as engine:
+            results = run_all(engine, specs)
         return results[0] if single else results
 
     def engine(self, lanes: int | None = None, *, max_waiting: int | None = None) -> Engine:
         """An engine of this model and strategy, to submit requests to (`spec`) while others run."""
         lanes, groups = (
-            self.lanes if lanes is None else plans.positive("lanes", lanes),
+            self.lanes if lanes is None else positive("lanes", lanes),
             self.runtime.network.lane_groups,
         )
         return Engine(self.runtime, -(-lanes // groups) * groups, max_waiting=max_waiting)
@@ -176,63 +202,41 @@ class Generator:
         return self._stream(spec, tau if callable(tau) else None)
 
     def _stream(self, spec: Spec, tau: Callable[[], float] | None) -> Iterator[Chunk]:
-        engine = self._engine(1)
-        request = engine.submit(spec)
-        try:
-            while not request.ended:
-                if tau is not None:
-                    engine.set_tau(tau(), request)
-                engine.turn(1)
-                if request.error is not None:
-                    raise request.error
-                yield request.take()
-        finally:
-            engine.cancel(request)  # if its reader left
+        with self._engine(1) as engine:  # once the first chunk is asked for
+            yield from engine.stream(engine.submit(spec), tau=tau)
 
-    def _engine(self, lanes: int) -> Engine:
-        """The idle engine of a number of lanes; a busy one (two streams at once) is left alone."""
-        engine = self._engines.get(lanes)
-        if engine is None or not engine.idle:
-            engine = self._engines[lanes] = self.engine(lanes)
-        return engine
+    @contextlib.contextmanager
+    def _engine(self, lanes: int) -> Iterator[Engine]:
+        """An engine for oneself: calls from several threads, and two streams at once, each have their own."""
+        rest = self._engines.setdefault(lanes, [])
+        try:
+            engine = rest.pop()
+        except IndexError:
+            engine = self.engine(lanes)
+        yield engine
+        if engine.idle:  # nothing failed half way
+            rest.append(engine)
+
+    def _built(self, options: Options, draft: Any) -> tuple[Any, Any, int]:
+        """(strategy, params of its proposer, positions both models have)."""
+        ready = None if draft is None else strategies.load_draft(self._target, draft, self._dtype)
+        built, params = strategies.build(options, self._target, ready)
+        most = self.config.max_positions
+        return built, params, min(most, ready.network.config.max_positions) if ready else most
 
     def _specs(self, prompts: Any, *, raw: bool, **options: Any) -> tuple[list[Spec], bool]:
         prompts, single = requests.split_batch(prompts)
         ids = [requests.prompt_ids(prompt, self.tokenizer, self.config.vocab_size, raw=raw) for prompt in prompts]
         specs = requests.check(
             ids,
-            window=self.plan.window,
-            max_positions=self.config.max_positions,
+            strategy=self.runtime.strategy,
+            max_positions=self.runtime.max_positions,
             vocab_size=self.config.vocab_size,
             has_tokenizer=self.tokenizer is not None,
             eos_ids=self.runtime.eos_ids,
             **options,
         )
         return specs, single
-
-
-def _plan(
-    strategy: str, window: int | None, k: int | None, block_size: int | None, mask_id: int | None
-) -> plans.SlotPlan:
-    if strategy == "auto":
-        strategy, window = ("ar", None) if mask_id is None else ("mars", window)  # a window is for "mars" to have
-    trained = {"mars": "window", "chain": "k", "comb": "k"}.get(strategy)
-    sizes = {"window": window, "k": k}
-    if trained is not None and sizes[trained] is None:
-        sizes[trained] = block_size
-    plan = plans.named(strategy, **sizes)
-    if trained is not None and mask_id is None:
-        raise ValueError(
-            f"strategy {strategy!r} needs a mask token and this model has none: fine-tune it with `marsjax train`, or "
-            "use 'ar'"
-        )
-    if trained is not None and block_size is not None and (sizes[trained] or 0) > block_size:
-        warnings.warn(
-            f"{trained} {sizes[trained]} is beyond the block size {block_size} this model was trained with: what it "
-            "predicts further ahead it has never learned",
-            stacklevel=3,
-        )
-    return plan
 
 
 def _allowed(

@@ -31,12 +31,23 @@ class DecoderNetwork:
 
     def empty_cache(self, rows: int, length: int) -> list[cache.LayerCache]:
         c = self.config
-        return cache.empty(c.num_layers, rows, c.num_kv_heads, length, c.head_dim, self.dtype)
+        made = cache.empty(c.num_layers, rows, c.num_kv_heads, length, c.head_dim, self.dtype)
+        if self.mesh is None:
+            return made
+        # Born where it will lie: one device might not hold all of it.
+        mesh = self.mesh
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self._spec(x))), made)
 
-    def forward(self, params, tokens, positions, attend, layer_caches):
-        return self._model(params)(
-            tokens, positions=positions, attend=attend, layer_states=layer_caches, dtype=self.dtype
-        )
+    def forward(self, params, tokens, positions, attend, layer_caches, masks=None):
+        model = self._model(params)
+        rest = {"positions": positions, "attend": attend, "layer_states": layer_caches, "dtype": self.dtype}
+        if masks is None:
+            return model(tokens, **rest)
+        embedded = model.embed(tokens[:, : tokens.shape[1] - masks.shape[1]], self.dtype)
+        return model(embeddings=jnp.concatenate([embedded, masks.astype(self.dtype)], 1), **rest)
+
+    def embed(self, params, tokens):
+        return self._model(params).embed(tokens, jnp.float32)
 
     def unembed(self, params, hidden):
         model = self._model(params)
@@ -81,7 +92,7 @@ class DecoderNetwork:
             raise ValueError(f"{x.shape[0]} lanes cannot be spread over a mesh with data={self.lane_groups}")
         is_cache = x.ndim == 4
         tensor = self.mesh.shape.get("tensor", 1)
-        heads = "tensor" if is_cache and tensor > 1 and self.config.num_kv_heads % tensor == 0 else None
+        heads = "tensor" if is_cache and tensor > 1 and x.shape[1] % tensor == 0 else None
         return PartitionSpec(lanes, heads) if is_cache else PartitionSpec(lanes) if x.ndim else PartitionSpec()
 
     def _model(self, params) -> Decoder:

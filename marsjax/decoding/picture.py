@@ -22,8 +22,13 @@ def draw(plan: SlotPlan) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows)]
     behind = f"{plan.pending} pending" + (f", {plan.drafts} drafts" if plan.drafts else "")
     masks = plan.size - plan.commits
-    about = f"{plan.name}: {plan.size} slots ({behind}, {masks} masks), up to {plan.window} tokens a forward"
+    about = f"{plan.name}: {plan.size} {_many('slot', plan.size)} ({behind}, {masks} {_many('mask', masks)}), "
+    about += f"up to {plan.window} {_many('token', plan.window)} a forward"
     return "\n".join([about, "", *(line.rstrip() for line in lines)])
+
+
+def _many(noun: str, number: int) -> str:
+    return noun if number == 1 else f"{noun}s"
 
 
 def _at(depth: int) -> str:
@@ -34,11 +39,17 @@ def _use(plan: SlotPlan, slot: int) -> str:
     following = _at(plan.depth[slot] + 1)
     if slot == plan.root:
         return f"{following}, taken always"
-    if plan.drafts and slot in plan.heads:
+    if slot in plan.heads:
         return f"{following}, taken if all drafts up to here are right"
-    if not plan.drafts and slot in plan.heads:
-        return f"{following}, taken while sure"
-    for accepted, group in enumerate(plan.groups):
+    for head, group in enumerate(plan.groups):
         if slot in group:
-            return f"draft {group.index(slot) + 1} of the next step, if {accepted} of {plan.drafts} were right"
+            last = f"{head} of {plan.drafts} were right" if plan.is_chain else f"{_head(head)} is accepted last"
+            if plan.continues:
+                return f"{following}, taken while sure" + (f", if {last}" if plan.drafts else "")
+            guess = "draft" if plan.is_chain else "guesses for draft"
+            return f"{guess} {group.index(slot) + 1} of the next step, if {last}"
     return "none needed"
+
+
+def _head(head: int) -> str:
+    return f"draft {head}" if head else "the root"

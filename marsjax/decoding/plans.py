@@ -2,15 +2,24 @@
 
 A plan is P *pending* slots (real tokens that were emitted but have no keys and values yet, right-aligned) and a tree
 of further slots rooted at the last pending one: drafts (guesses to be verified) and masks (questions). Everything here
-is known at compile time; ids, cursors and the numbers of pending tokens and of drafts are data.
+is known at compile time; ids, cursors and the numbers of pending tokens and of drafts are data, and in a dynamic tree
+also which draft hangs on which.
+
+The *heads* are the root and the drafts: 0 is the root, i is draft i - 1. Each may have a *group* of masks behind it.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from marsjax.decoding.options import positive
+
 TOKEN, DRAFT, MASK = 0, 1, 2
+MOST_SLOTS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,18 +29,27 @@ class SlotPlan:
     Attributes:
       name: what users call the strategy.
       pending: P, slots of the pending run; the last of them is the root.
-      kinds: TOKEN, DRAFT or MASK for each of the S slots; the pending run first, then the drafts.
+      kinds: TOKEN, DRAFT or MASK for each of the S slots; the pending run first, then the drafts, then the masks.
       parents: slot each slot hangs on; -1 for the first. Parents come before their children.
+      continues: the masks behind the last accepted slot give further tokens of this step, as far as τ allows; else
+        they are asked for the drafts of the next step.
+      dynamic: `parents` of drafts are an example only; `Drafts.parents` says.
     """
 
     name: str
     pending: int
     kinds: tuple[int, ...]
     parents: tuple[int, ...]
+    continues: bool = False
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if len(self.kinds) != len(self.parents) or any(p >= i for i, p in enumerate(self.parents)):
             raise ValueError(f"plan {self.name}: every slot needs one parent that comes before it, got {self.parents}")
+        if self.size > MOST_SLOTS:
+            raise ValueError(
+                f"{self.name} would feed {self.size} slots a forward pass; at most {MOST_SLOTS}: lower its sizes"
+            )
         expected = (TOKEN,) * self.pending + (DRAFT,) * self.drafts
         if self.pending < 1 or self.kinds[: len(expected)] != expected:
             raise ValueError(f"plan {self.name}: pending tokens come first, then drafts, then masks, got {self.kinds}")
@@ -47,41 +65,75 @@ class SlotPlan:
 
     @property
     def drafts(self) -> int:
-        """k, slots for drafts."""
+        """D, slots for drafts."""
         return self.kinds.count(DRAFT)
 
+    @property
+    def masks(self) -> int:
+        return self.kinds.count(MASK)
+
+    @property
+    def heads(self) -> range:
+        """Slots whose predictions decide which drafts are accepted: the root and the drafts."""
+        return range(self.root, self.root + 1 + self.drafts)
+
     @functools.cached_property
-    def heads(self) -> tuple[int, ...]:
-        """Slots whose predictions decide what is accepted: the root and its drafts, or if there are none its masks."""
-        after = DRAFT if self.drafts else MASK
-        return (self.root, *(i for i, kind in enumerate(self.kinds) if kind == after))
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The run of masks behind each head; empty where there is none."""
+        behind = {parent: i for i, parent in enumerate(self.parents) if self.kinds[i] == MASK}
+
+        def run(slot: int) -> Iterator[int]:
+            while slot in behind:
+                yield (slot := behind[slot])
+
+        return tuple(tuple(run(head)) for head in self.heads)
+
+    @property
+    def asks(self) -> int:
+        """Masks of a group; 0 if there are none."""
+        return max(map(len, self.groups))
+
+    @property
+    def reach(self) -> int:
+        """The most drafts a step can accept."""
+        return int(self.depth[list(self.heads)].max())
+
+    @property
+    def judged(self) -> tuple[int, ...]:
+        """Slots whose predictions every step needs: the heads, and masks that give tokens if none depend on drafts."""
+        return (*self.heads, *(self.groups[0] if self.continues and not self.drafts else ()))
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of logits a step computes: of the judged slots, and of the masks behind the last accepted draft."""
+        return len(self.judged) + (self.asks if self.drafts else 0)
+
+    @property
+    def tail(self) -> int:
+        """The most tokens a step can emit behind the accepted drafts."""
+        return 1 + (self.asks if self.continues else 0)
 
     @property
     def window(self) -> int:
         """W, the most tokens a step can emit."""
-        return len(self.heads)
+        return self.reach + self.tail
 
     @property
     def commits(self) -> int:
-        """Entries written to a row's cache by a step: the pending run and the drafts."""
-        return self.pending + self.drafts
+        """Entries written to a row's cache by a step: the pending run and the longest path of drafts."""
+        return self.pending + self.reach
 
-    @functools.cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """With drafts: the run of masks behind each of `heads`; empty where there is none."""
-        behind = {parent: i for i, parent in enumerate(self.parents) if self.kinds[i] == MASK}
-
-        def run(slot: int) -> tuple[int, ...]:
-            return (behind[slot], *run(behind[slot])) if slot in behind else ()
-
-        return tuple(run(head) for head in self.heads) if self.drafts else ()
+    @property
+    def is_chain(self) -> bool:
+        """Whether no slot but a head has two drafts behind it: the drafts are one run."""
+        return not self.dynamic and self.reach == self.drafts
 
     def with_pending(self, pending: int) -> "SlotPlan":
-        """The same tree behind a shorter pending run."""
-        cut = self.pending - pending
-        return dataclasses.replace(
-            self, pending=pending, kinds=self.kinds[cut:], parents=tuple(max(p - cut, -1) for p in self.parents[cut:])
-        )
+        """The same tree behind a pending run of another length."""
+        more = pending - self.pending
+        tree = tuple(p + more for p in self.parents[self.pending :])
+        kinds = (TOKEN,) * pending + self.kinds[self.pending :]
+        return dataclasses.replace(self, pending=pending, kinds=kinds, parents=(*range(-1, pending - 1), *tree))
 
     @functools.cached_property
     def depth(self) -> np.ndarray:
@@ -103,6 +155,33 @@ class SlotPlan:
         """[S] bool."""
         return np.asarray(self.kinds) == MASK
 
+    @functools.cached_property
+    def ranks(self) -> np.ndarray:
+        """[M] int32, the place of each mask in its group."""
+        return np.asarray([group.index(slot) for group in self.groups for slot in group], np.int32)
+
+    @functools.cached_property
+    def head_parents(self) -> np.ndarray:
+        """[D] int32, the head each draft hangs on."""
+        return np.asarray([self.parents[slot] - self.root for slot in self.heads[1:]], np.int32)
+
+    def sees_with(self, head_parents: jax.Array) -> jax.Array:
+        """[N, S, S] bool: `sees` of a dynamic tree whose drafts hang on the heads `head_parents` [N, D]."""
+        rows, drafts = head_parents.shape
+        itself = jnp.broadcast_to(jnp.eye(drafts + 1, dtype=bool), (rows, drafts + 1, drafts + 1))
+        ancestors = itself
+        for _ in range(self.reach):
+            above = jnp.take_along_axis(ancestors, head_parents[..., None], axis=1)
+            ancestors = ancestors.at[:, 1:].set(itself[:, 1:] | above)
+        # A slot sees the drafts that the head it belongs to sees; all else does not depend on the tree's form.
+        owner = np.zeros(self.size, np.int32)
+        for head, slot in enumerate(self.heads):
+            owner[[slot, *self.groups[head]]] = head
+        drafts_at = np.asarray(self.heads[1:])
+        return (
+            jnp.broadcast_to(self.sees, (rows, self.size, self.size)).at[:, :, drafts_at].set(ancestors[:, owner, 1:])
+        )
+
 
 def ar() -> SlotPlan:
     """One token a step."""
@@ -111,13 +190,7 @@ def ar() -> SlotPlan:
 
 def mars(window: int) -> SlotPlan:
     """The sliding window of arXiv 2604.07023, section 4: W predictions a step from W - 1 masks; S = 2W - 1."""
-    size = 2 * positive("window", window) - 1
-    return SlotPlan(
-        "mars",
-        pending=window,
-        kinds=(TOKEN,) * window + (MASK,) * (window - 1),
-        parents=tuple(range(-1, size - 1)),
-    )
+    return speculative(0, window, name="mars")
 
 
 def chain(k: int) -> SlotPlan:
@@ -134,34 +207,50 @@ def comb(k: int) -> SlotPlan:
 
     Whatever is accepted, k masks stand behind it: every step has k drafts.
     """
-    parents = list(range(-1, positive("k", k)))
-    for head in range(k + 1):
+    positive("k", k)
+    return dataclasses.replace(tree((1,) * k), name="comb")
+
+
+def tree(widths: tuple[int, ...], *, masks: int | None = None, dynamic: bool = False) -> SlotPlan:
+    """A tree of N = Σ widths drafts; k masks behind the root and every draft; S = (k + 1)(N + 1).
+
+    `widths[i]` drafts at depth i + 1, all behind the first one of the depth before (arXiv 2603.17942). k is `masks`, or
+    as many as the tree is deep. `dynamic`: any tree of N drafts up to len(widths) deep; the widths are an example.
+    """
+    k, parents = masks or len(widths), [-1]
+    behind = 0
+    for width in widths:
+        first = len(parents)
+        parents += [behind] * positive("the width of a tree", width)
+        behind = first
+    drafts = len(parents) - 1
+    for head in range(drafts + 1):
         first = len(parents)
         parents += [head, *range(first, first + k - 1)]
-    return SlotPlan("comb", pending=1, kinds=(TOKEN,) + (DRAFT,) * k + (MASK,) * (k * (k + 1)), parents=tuple(parents))
+    kinds = (TOKEN,) + (DRAFT,) * drafts + (MASK,) * (len(parents) - drafts - 1)
+    return SlotPlan("tree", pending=1, kinds=kinds, parents=tuple(parents), dynamic=dynamic)
 
 
-DEFAULT_WINDOW = DEFAULT_K = 4
+def speculative(k: int, window: int = 1, *, name: str = "speculative") -> SlotPlan:
+    """k drafts of another model in a row, W - 1 masks behind the root and every draft; S = W + k + (W - 1)(k + 1).
+
+    The masks behind the last accepted draft go on by τ (arXiv 2604.07023, section 4.6).
+    """
+    positive("window", window)
+    parents = list(range(-1, window + k - 1))
+    for head in range(window - 1, window + k):
+        first = len(parents)
+        parents += [head, *range(first, first + window - 2)] if window > 1 else []
+    kinds = (TOKEN,) * window + (DRAFT,) * k + (MASK,) * (len(parents) - window - k)
+    return SlotPlan(name, pending=window, kinds=kinds, parents=tuple(parents), continues=True)
 
 
-def named(strategy: str, *, window: int | None = None, k: int | None = None) -> SlotPlan:
-    """The plan users call `strategy`: "ar", "mars" (with `window`), "chain" or "comb" (with `k`)."""
-    if strategy not in ("ar", "mars", "chain", "comb"):
-        raise ValueError(f"strategy must be one of ar, mars, chain, comb, got {strategy!r}")
-    verifies = strategy in ("chain", "comb")
-    if window is not None and strategy != "mars":
-        raise ValueError(f"window belongs to strategy mars, not to {strategy}" + "; say k" * verifies)
-    if k is not None and not verifies:
-        raise ValueError(f"k belongs to strategies chain and comb, not to {strategy}")
-    if strategy == "ar":
-        return ar()
-    if strategy == "mars":
-        return mars(DEFAULT_WINDOW if window is None else window)
-    return (chain if strategy == "chain" else comb)(DEFAULT_K if k is None else k)
+def drafted(k: int, name: str) -> SlotPlan:
+    """k drafts in a row that come from elsewhere, and no masks; S = k + 1."""
+    return dataclasses.replace(speculative(positive("k", k)), name=name, continues=False)
 
 
-def positive(name: str, value: int) -> int:
-    """`value`, if it is a positive integer; ValueError if not."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
+def block(size: int) -> SlotPlan:
+    """A block of the paper's cache, drawn as its first forward: masks only."""
+    kinds = (TOKEN,) + (MASK,) * (positive("cache_block", size) - 1)
+    return SlotPlan("block", pending=1, kinds=kinds, parents=tuple(range(-1, size - 1)), continues=True)

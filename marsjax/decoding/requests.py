@@ -3,30 +3,36 @@
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from marsjax.decoding import plans
 from marsjax.decoding.acceptance import ENTROPY, MARGIN, MEASURES
 from marsjax.decoding.sampling import MIN_TEMPERATURE
+from marsjax.decoding.step import Strategy
 from marsjax.text.chat import render_prompt
 
 MAX_SEED = 2**32
 MAX_TEMPERATURE = 1e6  # all but uniform already
 
 
+_BYTES = bytes | bytearray | memoryview  # sequences of integers, but no token ids
+
+
 def split_batch(prompts: Any) -> tuple[list[Any], bool]:
-    """(prompts as a list, whether one prompt was given). One prompt is a text, a list of ids, or a list of messages."""
+    """(prompts as a list, whether one prompt was given). One prompt is a text, a list of ids, or a list of messages.
+
+    An empty list is a list of no prompts: whoever filters prompts may keep none.
+    """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, str):
         return [prompts], True
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, _BYTES):
         raise TypeError(f"prompts must be a text, ids, messages or a list of them, got {type(prompts).__name__}")
-    if not prompts:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    single = not isinstance(prompts[0], str | Sequence | np.ndarray)
+    single = len(prompts) > 0 and not isinstance(prompts[0], str | Sequence | np.ndarray)
     return ([list(prompts)] if single else list(prompts)), single
 
 
@@ -34,9 +40,11 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, *, raw: bool) -> li
     """Token ids of one prompt; texts go through the chat template unless `raw` or there is none."""
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
-    if not isinstance(prompt, str | Sequence):
+    if not isinstance(prompt, str | Sequence) or isinstance(prompt, _BYTES):
         raise TypeError(f"a prompt must be a text, token ids or messages, got {type(prompt).__name__}")
     is_text = isinstance(prompt, str)
+    if isinstance(prompt, str):
+        _check_text(prompt)
     is_messages = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not (is_text or is_messages):
         return _checked_ids(prompt, vocab_size)
@@ -53,14 +61,25 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, *, raw: bool) -> li
     return _checked_ids(ids, vocab_size)
 
 
+def _check_text(text: str) -> None:
+    if not text:
+        # The template, or a start token, would make tokens of it, and the answer would be to nothing anyone asked.
+        raise ValueError("the prompt is empty: a text needs at least one character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
+        half = f"{text[error.start]!r} at {error.start}"
+        raise ValueError(f"the prompt holds half a surrogate pair, {half}: no character") from None
+
+
 def _checked_ids(ids: Sequence[Any], vocab_size: int) -> list[int]:
     if not ids:
         raise ValueError("the prompt is empty; it needs at least one token")
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"token ids must be integers, but entry {i} of the prompt is {token!r}")
+            raise TypeError(f"token ids must be integers, but entry {i} of the prompt is {_shown(token)}")
         if not 0 <= token < vocab_size:
-            raise ValueError(f"token id {token} at entry {i} of the prompt is outside 0..{vocab_size - 1}")
+            raise ValueError(f"token id {_shown(token)} at entry {i} of the prompt is outside 0..{vocab_size - 1}")
     return [int(token) for token in ids]
 
 
@@ -93,8 +112,8 @@ class Spec:
 def check(
     prompts: list[list[int]],
     *,
-    window: int,
-    max_positions: int,
+    strategy: Strategy,
+    max_positions: float,
     vocab_size: int,
     has_tokenizer: bool,
     eos_ids: Sequence[int],
@@ -106,8 +125,8 @@ def check(
     top_p: Any = None,
     seed: Any = None,
     verification: Any = "coupled",
-    stop: str | Sequence[str] = (),
-    stop_ids: Sequence[int] = (),
+    stop: str | Iterable[str] | None = (),
+    stop_ids: Iterable[int] | None = (),
     ignore_eos: bool = False,
 ) -> list[Spec]:
     """The requests of a call; see `Generator.generate`. Each option but the last three is one value or one a prompt.
@@ -124,12 +143,11 @@ def check(
     top_ps = _per_row("top_p", 1.0 if top_p is None else top_p, rows, _top_p)
     rejections = _per_row("verification", verification, rows, _verification)
     if not isinstance(ignore_eos, bool):
-        raise ValueError(f"ignore_eos must be true or false, got {ignore_eos!r}")
+        raise ValueError(f"ignore_eos must be true or false, got {_shown(ignore_eos)}")
     stops = _stop_strings(stop, has_tokenizer)
     ends = end_ids(() if ignore_eos else eos_ids, stop_ids, vocab_size)
     check_lengths(prompts, limits, max_positions)
-    if window == 1:
-        check_no_threshold(taus, measures)
+    check_strategy(strategy, taus, measures, rejections)
     return [
         Spec(
             prompt=prompts[i],
@@ -151,53 +169,91 @@ def check(
 
 def check_options(rows: int, **options: Any) -> None:
     """Refuses what would be wrong with any model, before one is read."""
-    check([[0]] * rows, window=2, max_positions=2**63, vocab_size=2**31, has_tokenizer=True, eos_ids=(), **options)
+    check(
+        [[0]] * rows,
+        strategy=Strategy(plans.comb(1)),
+        max_positions=math.inf,
+        vocab_size=2**31,
+        has_tokenizer=True,
+        eos_ids=(),
+        **options,
+    )
 
 
 def _verification(name: str, value: Any) -> bool:
     if value not in ("coupled", "rejection"):
-        raise ValueError(f"{name} must be coupled or rejection, got {value!r}")
+        raise ValueError(f"{name} must be coupled or rejection, got {_shown(value)}")
     return value == "rejection"
 
 
 def _stop_strings(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops = (stop,) if isinstance(stop, str) else _list("stop", stop, "a string or a list of strings")
     for one in stops:
         if not isinstance(one, str) or not one:
-            raise ValueError(f"stop must be strings of at least one character, got {one!r}; token ids go to stop_ids")
+            raise ValueError(
+                f"stop must be strings of at least one character, got {_shown(one)}; token ids go to stop_ids"
+            )
     if stops and not has_tokenizer:
         raise ValueError("stop strings need a tokenizer, and this generator has none; use stop_ids")
     return stops
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], max_positions: int) -> None:
+def _list(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    """The entries of an option that may have several; None is none of them."""
+    if value is None:
+        return ()
+    if hasattr(value, "tolist"):  # an array, perhaps of no dimension
+        value = value.tolist()
+    if not isinstance(value, Iterable) or isinstance(value, str | Mapping | _BYTES):
+        raise ValueError(f"{name} must be {allowed}, got {_shown(value)}")
+    return tuple(value)
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it: no pages of digits, which Python may refuse to write out besides."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of over 4,300 digits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], max_positions: float) -> None:
     for row, (ids, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
         needed = len(ids) + limit
         if needed > max_positions:
             raise ValueError(
-                f"prompt {row} has {len(ids)} tokens; with max_new_tokens={limit} that makes {needed}, but the model "
-                f"has {max_positions} positions: shorten the prompt or the limit"
+                f"prompt {row} has {len(ids)} tokens; with max_new_tokens={_shown(limit)} that makes {_shown(needed)}, "
+                f"but the model has {max_positions} positions: shorten the prompt or the limit"
             )
 
 
-def check_no_threshold(taus: Sequence[Any] | np.ndarray, measures: Sequence[int]) -> None:
-    """Refuses a τ that a one-token strategy would silently ignore."""
+def check_strategy(
+    strategy: Strategy, taus: Sequence[Any] | np.ndarray, measures: Sequence[int], rejections: Sequence[bool]
+) -> None:
+    """Refuses what a strategy would silently ignore: τ, or rejection sampling of drafts."""
     for tau, measure in zip(taus, measures, strict=True):
-        if tau != ar_tau(measure):
+        if tau != ar_tau(measure) and not strategy.takes_tau:
             raise ValueError(
-                f"tau={tau:g} has no meaning with strategy 'ar', which gives one token a forward: use a model with a "
-                "mask token and strategy 'mars', or leave tau out"
+                f"tau={tau:g} has no meaning with strategy {strategy.name!r}, which gives the model's own tokens: "
+                "use a model with a mask token and strategy 'mars', or leave tau out"
             )
+    if any(rejections) and not strategy.plan.drafts:
+        raise ValueError(
+            "verification='rejection' belongs to strategies that verify drafts (chain, comb, tree, speculative ...), "
+            f"not to {strategy.name}"
+        )
 
 
-def end_ids(eos_ids: Sequence[int], stop_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+def end_ids(eos_ids: Sequence[int], stop_ids: Iterable[int] | None, vocab_size: int) -> tuple[int, ...]:
     """Ids that end a row, each once."""
+    stop_ids = _list("stop_ids", stop_ids, "a list of token ids")
     return tuple(dict.fromkeys([*eos_ids, *(_stop_id("stop_ids", i, vocab_size) for i in stop_ids)]))
 
 
 def _stop_id(name: str, value: Any, vocab_size: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < vocab_size:
-        raise ValueError(f"{name} must be token ids in 0..{vocab_size - 1}, got {value!r}")
+        raise ValueError(f"{name} must be token ids in 0..{vocab_size - 1}, got {_shown(value)}")
     return int(value)
 
 
@@ -244,33 +300,33 @@ def _number(name: str, value: Any) -> float:
     except OverflowError:  # an integer beyond all floats
         good = False
     if not good:
-        raise ValueError(f"{name} must be a finite number, got {str(value)[:40]!r}")
+        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
     return float(value)
 
 
 def _measure(name: str, value: Any) -> int:
     if value not in MEASURES:
-        raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {value!r}")
+        raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {_shown(value)}")
     return MEASURES.index(value)
 
 
 def _int(name: str, value: Any, low: int, allowed: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be {allowed}, got {_shown(value)}")
     return int(value)
 
 
 def _positive_int(name: str, value: Any) -> int:
-    return min(_int(name, value, 1, "an integer of at least 1"), 2**62)  # no model has that many positions
+    return _int(name, value, 1, "an integer of at least 1")
 
 
 def _top_k(name: str, value: Any) -> int:
-    return _int(name, value, 0, "an integer of at least 0 (0 keeps the whole vocabulary)")
+    return max(0, _int(name, value, -1, "an integer of at least 0 (0, like -1, keeps the whole vocabulary)"))
 
 
 def _seed(name: str, value: Any) -> int:
     if _int(name, value, 0, "an integer of at least 0") >= MAX_SEED:
-        raise ValueError(f"seed must be below 2^32, got {value}")
+        raise ValueError(f"seed must be below 2^32, got {_shown(value)}")
     return int(value)
 
 

@@ -17,6 +17,7 @@ class Result:
       stop: the end token's id or the stop string; None otherwise.
       chunks: tokens accepted by each forward, in order; they sum to len(ids).
       seed: what the row's samples were drawn with; generating with it again gives the same answer.
+      draft_forwards: forward passes of the draft model, if there was one.
       seconds: wall time of the decode steps the request took part in, prefill and compilation apart.
       prefill_seconds: wall time of committing its prompt and those admitted with it.
     """
@@ -28,6 +29,7 @@ class Result:
     stop: int | str | None
     chunks: list[int]
     seed: int
+    draft_forwards: int
     seconds: float
     prefill_seconds: float
 

@@ -63,30 +63,58 @@ def choose(
     return jax.lax.cond((temperature > 0).any(), sampled, lambda: best)
 
 
+def perturbed(
+    logits: jax.Array,
+    positions: jax.Array,
+    *,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    seed: jax.Array,
+) -> jax.Array:
+    """What `choose` takes the arg-max of, [N, W, V]; its order ranks candidates. Arguments as in `choose`."""
+
+    def sampled():
+        kept = _kept(logits, temperature, top_k, top_p)
+        noisy = kept + _noise(seed, positions, logits.shape[-1], _CHOICE)
+        return jnp.where(temperature[:, None, None] > 0, noisy, logits)
+
+    return jax.lax.cond((temperature > 0).any(), sampled, lambda: logits)
+
+
 def reject(
     logits: jax.Array,
     positions: jax.Array,
     drafts: jax.Array,
+    proposed: jax.Array | None,
     *,
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     seed: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rejection sampling of drafts that were certain to be proposed (q = 1): (accept [N, k] bool, instead [N, k]).
+    """Rejection sampling of drafts: (accept [N, k] bool, instead [N, k]).
 
-    A draft is kept with the probability the model gives it; `instead` is a sample of the model without it. The two are
-    independent, and so what is emitted has the model's distribution. Arguments as in `choose`, `drafts` [N, k].
+    A draft d of q is kept with probability min(1, p(d) / q(d)); `instead` is a sample of what p has above q. The two
+    are independent, and so what is emitted has the distribution p. Arguments as in `choose`, and:
+
+    Args:
+      drafts: [N, k] int32. proposed: [N, k, V] logits that they were drawn from, with the same temperature and cuts;
+        None: each was certain to be proposed, q(d) = 1.
     """
-    kept = _kept(logits, temperature, top_k, top_p)
-    p = jnp.take_along_axis(jax.nn.softmax(kept, axis=-1), drafts[..., None], -1)[..., 0]
+    p = jax.nn.softmax(_kept(logits, temperature, top_k, top_p), axis=-1)
+    if proposed is None:
+        q = (jnp.arange(logits.shape[-1]) == drafts[..., None]).astype(p.dtype)
+    else:
+        q = jax.nn.softmax(_kept(proposed, temperature, top_k, top_p), axis=-1)
 
     def uniform(seed, position):
         return jax.random.uniform(_key(seed, position, _ACCEPT))
 
-    accept = jax.vmap(jax.vmap(uniform, (None, 0)))(seed, positions) < p
-    others = jnp.where(jnp.arange(logits.shape[-1]) == drafts[..., None], -jnp.inf, kept)
-    return accept, greedy(others + _noise(seed, positions, logits.shape[-1], _INSTEAD))
+    p_draft, q_draft = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (p, q))
+    accept = jax.vmap(jax.vmap(uniform, (None, 0)))(seed, positions) * q_draft < p_draft
+    above = jnp.log(jnp.maximum(p - q, 0.0))
+    return accept, greedy(above + _noise(seed, positions, logits.shape[-1], _INSTEAD))
 
 
 _CHOICE, _ACCEPT, _INSTEAD = range(3)  # what a position's noise is used for

@@ -12,6 +12,7 @@ class Statistics:
       requests, cancelled, failed: requests that ended, and those of them that were cancelled or failed.
       prompt_tokens, new_tokens: of ended requests.
       forwards: of ended requests, prefill apart; a request's count ends with its last returned token.
+      draft_forwards: of the draft model, for these.
       runs: how many forwards returned n tokens, by n: `runs[n]`.
       steps: decode steps of the engine, each one forward for all its lanes.
       slots, head_rows: slots fed and rows of logits computed by those steps, idle lanes included.
@@ -25,6 +26,7 @@ class Statistics:
     prompt_tokens: int = 0
     new_tokens: int = 0
     forwards: int = 0
+    draft_forwards: int = 0
     runs: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     steps: int = 0
     slots: int = 0

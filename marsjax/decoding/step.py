@@ -1,20 +1,22 @@
 """The decode step: slots → one forward against a read-only cache → accept → commit → propose.
 
-The compiled programs: `start`, `admit`, `prefill`, `prefill_lane` and `advance`, one each per (network, plan, lanes,
-cache length), and `grow` from each cache length to the next. Everything a request can ask for is data in `Controls`.
+The compiled programs: `start`, `admit`, `prefill`, `prefill_lane` and `advance`, one each per (network, strategy,
+lanes, cache length), and `resize` from each cache length to its neighbours. Everything a request can ask for is data in
+`Controls`.
 """
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from marsjax.decoding import acceptance, drafts, sampling
+from marsjax.decoding import acceptance, sampling
 from marsjax.decoding.cache import LayerCache, attend_cache_and_slots
 from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.plans import SlotPlan
+from marsjax.decoding.proposers.base import Proposer, Seen
 
 
 class Network(Protocol):
@@ -30,8 +32,14 @@ class Network(Protocol):
 
     def empty_cache(self, rows: int, length: int) -> list[LayerCache]: ...
 
-    def forward(self, params: Any, tokens, positions, attend, cache) -> tuple[jax.Array, list[LayerCache]]:
-        """tokens, positions [N, S] → hidden [N, S, ...] and the slots' keys and values."""
+    def forward(self, params: Any, tokens, positions, attend, cache, masks=None) -> tuple[jax.Array, list[LayerCache]]:
+        """tokens, positions [N, S] → hidden [N, S, ...] and the slots' keys and values.
+
+        `masks` [N, M, D], if given, are the embeddings of the last M slots, whatever their tokens.
+        """
+
+    def embed(self, params: Any, tokens) -> jax.Array:
+        """Input embeddings [..., D] float32 of tokens [...]."""
 
     def unembed(self, params: Any, hidden) -> jax.Array:
         """hidden [N, W, ...] → logits [N, W, V] float32."""
@@ -78,13 +86,46 @@ class State:
     forwards: jax.Array  # [N] int32, forwards of the row so far, prefill apart
     done: jax.Array  # [N] bool, ended by an end token or its limit
     cache: list[LayerCache]  # L × [N, K, T, h]
-    drafts: Drafts  # for the next step to verify
+    proposer: Any  # what the proposer knows
     steps: jax.Array  # [] int32, steps since the start
     fed: jax.Array  # [] int32, slots fed by them, a lane
 
 
-@functools.partial(jax.jit, static_argnames=("network", "plan", "lanes", "capacity"))
-def start(network: Network, plan: SlotPlan, lanes: int, capacity: int) -> State:
+NO_PROPOSER = Proposer()
+
+
+class Params(NamedTuple):
+    target: Any  # of the network
+    proposer: Any  # of the strategy's proposer
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A slot plan and who proposes its drafts; static under `jax.jit`."""
+
+    plan: SlotPlan
+    proposer: Proposer = NO_PROPOSER
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def takes_tau(self) -> bool:
+        """Whether a τ below 1 changes anything."""
+        return self.plan.asks > 0
+
+    @property
+    def slack(self) -> int:
+        """Entries a cache and token table need beyond the longest row's limit: writes are slices of fixed size."""
+        return max(self.plan.window - 1, self.plan.commits - 1, self.proposer.slack)
+
+    def step(self, network: Network, params: Params, controls: Controls, state: State) -> State:
+        return step_and_logits(network, self, params, controls, state)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("network", "strategy", "lanes", "capacity"))
+def start(network: Network, strategy: Strategy, lanes: int, capacity: int) -> State:
     """N lanes that have all ended, with room for T tokens."""
     table = jnp.zeros((lanes, capacity), jnp.int32)
     one = jnp.ones(lanes, jnp.int32)
@@ -98,17 +139,16 @@ def start(network: Network, plan: SlotPlan, lanes: int, capacity: int) -> State:
         forwards=0 * one,
         done=one > 0,
         cache=network.empty_cache(lanes, capacity),
-        drafts=drafts.none(lanes, plan.drafts),
+        proposer=strategy.proposer.start(lanes, capacity),
         steps=zero,
         fed=zero,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
-def admit(plan: SlotPlan, state: State, new: jax.Array, tokens: jax.Array, length: jax.Array) -> State:
+@functools.partial(jax.jit, static_argnames=("strategy",), donate_argnames=("state",))
+def admit(strategy: Strategy, state: State, new: jax.Array, tokens: jax.Array, length: jax.Array) -> State:
     """Lanes `new` [N] bool start over with prompts `tokens` [N, T], right-padded, `length` [N] of them real."""
     lanes, rows = new.shape[0], new[:, None]
-    void = drafts.none(lanes, plan.drafts)
 
     def fresh(value, old):
         return jnp.where(new.reshape(lanes, *(1,) * (old.ndim - 1)), value, old)
@@ -122,22 +162,30 @@ def admit(plan: SlotPlan, state: State, new: jax.Array, tokens: jax.Array, lengt
         cursor=fresh(0, state.cursor),
         forwards=fresh(0, state.forwards),
         done=state.done & ~new,
-        drafts=jax.tree.map(fresh, void, state.drafts),
+        proposer=strategy.proposer.admit(state.proposer, new),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("network", "chunk"), donate_argnames=("state",))
-def prefill(network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array) -> State:
+@functools.partial(jax.jit, static_argnames=("network", "strategy", "chunk"), donate_argnames=("state",))
+def prefill(
+    network: Network, strategy: Strategy, chunk: int, params: Params, state: State, max_chunks: jax.Array
+) -> State:
     """Commit all of every prompt but its last token, `chunk` tokens a forward, at most `max_chunks` (data) forwards.
 
     T must be a multiple of `chunk`. What lies past a prompt is written too, and seen by nobody.
     """
-    return _prefill(network, chunk, params, state, max_chunks)
+    return _prefill(network, strategy, chunk, params, state, max_chunks)
 
 
-@functools.partial(jax.jit, static_argnames=("network", "chunk"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("network", "strategy", "chunk"), donate_argnames=("state",))
 def prefill_lane(
-    network: Network, chunk: int, params: Any, state: State, lane: jax.Array, max_chunks: jax.Array
+    network: Network,
+    strategy: Strategy,
+    chunk: int,
+    params: Params,
+    state: State,
+    lane: jax.Array,
+    max_chunks: jax.Array,
 ) -> State:
     """`prefill` of one lane (data) alone."""
     lanes = state.length.shape[0]
@@ -145,15 +193,20 @@ def prefill_lane(
     def of_lane(x):
         return jax.lax.dynamic_slice_in_dim(x, lane, 1) if x.ndim and x.shape[0] == lanes else x
 
-    one = _prefill(network, chunk, params, jax.tree.map(of_lane, state), max_chunks)
-    cache = jax.tree.map(
-        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, lane, 0), state.cache, one.cache
-    )
-    cursor = jax.lax.dynamic_update_slice_in_dim(state.cursor, one.cursor, lane, 0)
-    return dataclasses.replace(state, cache=cache, cursor=cursor)
+    def put_back(old, new):
+        return jax.lax.dynamic_update_slice_in_dim(old, new, lane, 0) if old.ndim and old.shape[0] == lanes else old
+
+    one = _prefill(network, strategy, chunk, params, jax.tree.map(of_lane, state), max_chunks)
+    return jax.tree.map(put_back, state, one)
 
 
-def _prefill(network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array) -> State:
+def _prefill(network, strategy, chunk, params, state, max_chunks) -> State:
+    state = prefill_prompts(network, chunk, params.target, state, max_chunks)
+    return strategy.proposer.prefill(network, chunk, params, state, max_chunks)
+
+
+def prefill_prompts(network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array) -> State:
+    """`prefill` of one network, whose own `params` these are."""
     slot = jnp.arange(chunk, dtype=jnp.int32)
     sees = slot[:, None] >= slot
 
@@ -181,31 +234,38 @@ def _prefill(network: Network, chunk: int, params: Any, state: State, max_chunks
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def clear_lane(state: State, lane: jax.Array) -> State:
-    """Zeros in the cache of a lane (data), for one that was left with NaN."""
-    return dataclasses.replace(state, cache=jax.tree.map(lambda x: x.at[lane].set(0), state.cache))
+    """Zeros in whatever a lane (data) has that could hold NaN."""
 
-
-@functools.partial(jax.jit, static_argnames=("capacity",))
-def grow(state: State, capacity: int) -> State:
-    """The same lanes with room for `capacity` tokens."""
-    more = capacity - state.tokens.shape[1]
-
-    def longer(x, axis):
-        return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)])
+    def clear(x):
+        return x.at[lane].set(0) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return dataclasses.replace(
-        state,
-        tokens=longer(state.tokens, 1),
-        emitted_by=longer(state.emitted_by, 1),
-        cache=jax.tree.map(lambda x: longer(x, 2), state.cache),
+        state, cache=jax.tree.map(clear, state.cache), proposer=jax.tree.map(clear, state.proposer)
     )
 
 
-@functools.partial(jax.jit, static_argnames=("network", "plan"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("strategy", "capacity"))
+def resize(strategy: Strategy, state: State, capacity: int) -> State:
+    """The same lanes with room for `capacity` tokens each; what a lane that goes on holds must fit."""
+
+    def resized(x, axis):
+        kept = jax.lax.slice_in_dim(x, 0, min(capacity, x.shape[axis]), axis=axis)
+        return jnp.pad(kept, [(0, capacity - kept.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+
+    return dataclasses.replace(
+        state,
+        tokens=resized(state.tokens, 1),
+        emitted_by=resized(state.emitted_by, 1),
+        cache=jax.tree.map(lambda x: resized(x, 2), state.cache),
+        proposer=strategy.proposer.resize(state.proposer, resized),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("network", "strategy"), donate_argnames=("state",))
 def advance(
     network: Network,
-    plan: SlotPlan,
-    params: Any,
+    strategy: Strategy,
+    params: Params,
     controls: Controls,
     state: State,
     max_steps: jax.Array,
@@ -219,125 +279,169 @@ def advance(
 
     def body(carry):
         steps, state = carry
-        return steps + 1, step(network, plan, params, controls, state)
+        return steps + 1, strategy.step(network, params, controls, state)
 
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
 
 
-def step(network: Network, plan: SlotPlan, params: Any, controls: Controls, state: State) -> State:
-    """One forward for every row that has not ended.
+def step_and_logits(
+    network: Network, strategy: Strategy, params: Params, controls: Controls, state: State
+) -> tuple[State, jax.Array]:
+    """One forward for every row that has not ended, and the logits [N, J, V] of the J slots the plan judges.
 
     Needs T ≥ length + max(plan.window, plan.commits) in every row that has not ended, which holds when T ≥ limit +
-    `slack(plan)`.
+    `strategy.slack`.
     """
+    plan, proposer = strategy.plan, strategy.proposer
     active = ~(state.done | controls.halted)
     pending = state.length - state.cursor
 
     def logits_of(hidden):
-        return jnp.where(controls.allowed, network.unembed(params, hidden), -jnp.inf)
+        return jnp.where(controls.allowed, network.unembed(params.target, hidden), -jnp.inf)
 
-    hidden, slots, fed = _forward(network, plan, params, controls, state, pending, active)
-    logits = logits_of(hidden[:, jnp.asarray(plan.heads)])
-    positions = state.length[:, None] + plan.depth[list(plan.heads)]
-    emitted = sampling.choose(logits, positions, **_sampling(controls))
+    guesses, mine = proposer.propose(params, controls, state)
+    sees = plan.sees if guesses.parents is None else plan.sees_with(guesses.parents)
+    hidden, slots, fed = _forward(
+        network, plan, params.target, controls, state, guesses, sees, proposer.masks(mine), pending, active
+    )
+    judged = jnp.asarray(plan.judged)
+    logits = logits_of(hidden[:, judged])
+    depth = sees[:, judged][..., judged[1:]].sum(-1) if plan.dynamic else plan.depth[list(plan.judged)]
+    positions = state.length[:, None] + depth
+    own = sampling.choose(logits, positions, **sampling_of(controls))
+
+    zero = jnp.zeros_like(state.length)
     if plan.drafts:
-        emitted, accepted = _verify(plan, controls, state.drafts, logits, emitted, positions)
-        count = accepted + 1
-    elif plan.window > 1:
-        sure = acceptance.confidence(logits, emitted, controls.measure)
-        count = acceptance.accept(sure, controls.tau, controls.measure)
+        path, at, accepted, own = _verify(plan, controls, guesses, logits, own, positions)
+        tail = jnp.take_along_axis(own, at[:, None], 1)
+        emitted = jnp.take_along_axis(guesses.tokens, jnp.maximum(path - 1, 0), 1)
     else:
-        count = jnp.ones_like(state.length)
-    count = jnp.minimum(count, controls.limit - state.length)
-    is_end = (emitted[..., None] == controls.ends[:, None]).any(-1) & (jnp.arange(plan.window) < count[:, None])
-    stops = is_end.any(-1)
-    count = jnp.where(active, jnp.where(stops, is_end.argmax(-1) + 1, count), 0)
+        path, at, accepted, tail, emitted = zero[:, None][:, :0], zero, zero, own, own[:, :0]
+    further = zero  # tokens behind the accepted drafts and the model's own one
+    if plan.continues and plan.asks:
+        sure = logits
+        if plan.drafts:
+            rows = jnp.asarray(plan.groups)[at]
+            sure = logits_of(jnp.take_along_axis(hidden, rows.reshape(*rows.shape, *(1,) * (hidden.ndim - 2)), axis=1))
+            behind = (state.length + accepted)[:, None] + 1 + jnp.arange(plan.asks)
+            tail = jnp.concatenate([tail, sampling.choose(sure, behind, **sampling_of(controls))], 1)
+        confidence = acceptance.confidence(sure, tail[:, -sure.shape[1] :], controls.measure)
+        confidence = jnp.pad(confidence, ((0, 0), (tail.shape[1] - sure.shape[1], 0)))
+        further = acceptance.accept(confidence, controls.tau, controls.measure) - 1
+    place = jnp.arange(plan.window)
+    behind = jnp.take_along_axis(tail, jnp.clip(place - accepted[:, None], 0, plan.tail - 1), 1)
+    emitted = jnp.where(place < accepted[:, None], jnp.pad(emitted, ((0, 0), (0, plan.tail))), behind)
+    after, count = emit(network, controls, state, active, emitted, accepted + 1 + further)
 
-    forwards = state.forwards + active
-    length = state.length + count
-    by = jnp.broadcast_to(forwards[:, None], emitted.shape)
     # Accepted drafts were fed, so their keys and values are there; other emitted tokens are pending in the next step.
-    committed = pending + jnp.where(plan.drafts > 0, count - 1, 0)
+    committed = pending + jnp.minimum(accepted, count - 1)
     # Every active row accepts a token, so `count > 0` is `active`; but it comes out of the logits, so that writing the
     # cache depends on every layer having read it. Without that the compiler may write first, and then copies the cache.
-    writes = count > 0
-    return State(
-        tokens=network.write_rows(state.tokens, emitted, state.length, writes),
-        emitted_by=network.write_rows(state.emitted_by, by, state.length, writes),
-        prompt=state.prompt,
-        length=length,
+    writes, first = count > 0, plan.pending - pending
+    if not plan.is_chain:  # what is kept does not lie side by side
+        kept = jnp.concatenate([zero[:, None] + jnp.arange(plan.pending), plan.root + path], 1)
+        slots = jax.tree.map(lambda x: jnp.take_along_axis(x, kept[:, None, :, None], axis=2), slots)
+    elif (missing := plan.pending - 1 + plan.commits - plan.size) > 0:  # a slice that begins late must not reach past S
+        slots = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))), slots)
+    seen = Seen(state, guesses, own, at, accepted, emitted, count, after.length, hidden, logits_of)
+    after = dataclasses.replace(
+        after,
         cursor=state.cursor + jnp.where(active, committed, 0),
-        forwards=forwards,
-        done=state.done | (active & (stops | (length >= controls.limit))),
-        cache=network.commit(state.cache, slots, plan.pending - pending, plan.commits, state.cursor, writes),
-        drafts=(
-            drafts.from_masks(plan, controls, state.drafts, hidden, accepted, length, logits_of)
-            if plan.drafts
-            else state.drafts
-        ),
+        cache=network.commit(state.cache, slots, first, plan.commits, state.cursor, writes),
+        proposer=proposer.observe(network, params, controls, mine, seen),
         steps=state.steps + 1,
         fed=state.fed + fed,
     )
+    return after, logits
 
 
-def slack(plan: SlotPlan) -> int:
-    """Entries a cache and token table need beyond the longest row's limit: a step's writes are slices of fixed size."""
-    return max(plan.window, plan.commits) - 1
+def emit(
+    network: Network, controls: Controls, state: State, active: jax.Array, emitted: jax.Array, count: jax.Array
+) -> tuple[State, jax.Array]:
+    """Take the first `count` [N] of `emitted` [N, W] up to an end token or the row's limit: (state, how many [N]).
+
+    Counts a forward for each active row. Cursor, cache and proposer are left as they are.
+    """
+    window = emitted.shape[1]
+    count = jnp.minimum(count, controls.limit - state.length)
+    is_end = (emitted[..., None] == controls.ends[:, None]).any(-1) & (jnp.arange(window) < count[:, None])
+    stops = is_end.any(-1)
+    count = jnp.where(active, jnp.where(stops, is_end.argmax(-1) + 1, count), 0)
+    forwards, length = state.forwards + active, state.length + count
+    by = jnp.broadcast_to(forwards[:, None], emitted.shape)
+    after = dataclasses.replace(
+        state,
+        tokens=network.write_rows(state.tokens, emitted, state.length, count > 0),
+        emitted_by=network.write_rows(state.emitted_by, by, state.length, count > 0),
+        length=length,
+        forwards=forwards,
+        done=state.done | (active & (stops | (length >= controls.limit))),
+    )
+    return after, count
 
 
-def _sampling(controls: Controls) -> dict[str, Any]:
+def sampling_of(controls: Controls) -> dict[str, Any]:
+    """The arguments of `marsjax.decoding.sampling.choose` that a batch was asked for."""
     return {name: getattr(controls, name) for name in ("temperature", "top_k", "top_p", "seed")}
 
 
 def _verify(plan: SlotPlan, controls: Controls, guesses: Drafts, logits, own, positions):
-    """(emitted tokens [N, k + 1], accepted drafts [N]); `own` [N, k + 1] is what the model itself chooses."""
+    """(path [N, reach] of heads, last head [N], accepted drafts [N], the model's own tokens [N, H])."""
+    parents = guesses.parents
+    if parents is None:
+        parents = jnp.broadcast_to(plan.head_parents, guesses.tokens.shape)
     present = jnp.arange(plan.drafts) < guesses.count[:, None]
-    equal = guesses.tokens == own[:, :-1]
-    rejects = controls.rejection & (controls.temperature > 0)
+    accept = guesses.tokens == jnp.take_along_axis(own, parents, 1)
+    if plan.is_chain:  # with several drafts for one position, a draw from the model and a walk is exact too
+        rejects = controls.rejection & (controls.temperature > 0)
 
-    def with_rejection():
-        accept, instead = sampling.reject(logits[:, :-1], positions[:, :-1], guesses.tokens, **_sampling(controls))
-        accept, instead = (
-            jnp.where(rejects[:, None] & present, x, y) for x, y in ((accept, equal), (instead, own[:, :-1]))
-        )
-        return accept, jnp.concatenate([instead, own[:, -1:]], axis=1)
+        def with_rejection():
+            how = sampling_of(controls)
+            kept, instead = sampling.reject(logits[:, :-1], positions[:, :-1], guesses.tokens, guesses.logits, **how)
+            at_drafts = rejects[:, None] & present
+            chosen = jnp.where(at_drafts, instead, own[:, :-1])
+            return jnp.where(at_drafts, kept, accept), jnp.concatenate([chosen, own[:, -1:]], axis=1)
 
-    accept, own = jax.lax.cond(rejects.any(), with_rejection, lambda: (equal, own))
+        accept, own = jax.lax.cond(rejects.any(), with_rejection, lambda: (accept, own))
     sure = acceptance.is_sure(guesses.confidence, controls.tau, controls.measure)
-    sure = jnp.cumprod(sure, axis=1).astype(bool)  # and all before it
-    return acceptance.verify(own, guesses.tokens, (accept | sure) & present)
+    sure = acceptance.sure_path(sure, parents, plan.reach)
+    return *acceptance.walk(parents, accept & present, sure & present, plan.reach), own
 
 
-def _forward(network: Network, plan: SlotPlan, params, controls: Controls, state: State, pending, active):
+def _forward(
+    network, plan: SlotPlan, params, controls: Controls, state: State, guesses, sees, vectors, pending, active
+):
     """(hidden rows [N, S, ...], keys and values) of all slots, and how many were really fed.
 
     With `network.short_steps`, where no row has more than one pending token (always at τ = 1) the slots of longer runs
     are not fed: P - 1 fewer, which matters where arithmetic and not memory bounds a step.
     """
 
-    def run(plan: SlotPlan):
+    def run(plan: SlotPlan, sees):
         # Absent slots are seen by nobody: the pending run is right-aligned, and there may be fewer drafts than slots.
         slot = jnp.arange(plan.size)
-        first, last = (plan.pending - pending)[:, None], (plan.pending + state.drafts.count)[:, None]
+        first, last = (plan.pending - pending)[:, None], (plan.pending + guesses.count)[:, None]
         present = (slot >= first) & ((slot < last) | plan.is_mask)
-        sees = plan.sees & present[:, None, :]
+        sees = sees & present[:, None, :]
         # A slot's position counts the slots it sees from the root on.
         depth = (sees & (slot > plan.root)).sum(-1) if plan.drafts else plan.depth
         positions = jnp.maximum(state.length[:, None] - 1 + jnp.where(slot <= plan.root, plan.depth, depth), 0)
         known = jnp.take_along_axis(state.tokens, positions[:, : plan.pending], 1, mode="clip")
-        masks = jnp.full((known.shape[0], plan.size - plan.commits), controls.mask_id, known.dtype)
-        tokens = jnp.concatenate([known, state.drafts.tokens, masks], axis=1)
+        masks = jnp.full((known.shape[0], plan.masks), controls.mask_id, known.dtype)
+        tokens = jnp.concatenate([known, guesses.tokens, masks], axis=1)
+        embedded = None if vectors is None else vectors[:, plan.ranks]
         attend = attend_cache_and_slots(state.cursor, sees)
-        return *network.forward(params, tokens, positions, attend, state.cache), jnp.int32(plan.size)
+        hidden, slots = network.forward(params, tokens, positions, attend, state.cache, embedded)
+        return hidden, slots, jnp.int32(plan.size)
 
     def run_short():
-        hidden, slots, fed = run(plan.with_pending(1))
+        hidden, slots, fed = run(short := plan.with_pending(1), short.sees)
         cut = plan.pending - 1
         return _pad(hidden, cut, 1), jax.tree.map(lambda x: _pad(x, cut, 2), slots), fed
 
     if plan.pending == 1 or not network.short_steps:
-        return run(plan)
-    return jax.lax.cond(((pending <= 1) | ~active).all(), run_short, lambda: run(plan))
+        return run(plan, sees)
+    return jax.lax.cond(((pending <= 1) | ~active).all(), run_short, lambda: run(plan, sees))
 
 
 def _pad(x: jax.Array, before: int, axis: int) -> jax.Array:

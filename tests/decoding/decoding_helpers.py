@@ -13,6 +13,7 @@ import marsjax.weights
 from marsjax.decoding import Generator, plans, requests
 from marsjax.decoding.cache import LayerCache, commit, write_rows
 from marsjax.decoding.engine import Engine, Runtime
+from marsjax.decoding.step import Params, Strategy
 
 CASES = Path(__file__).parents[1] / "cases"
 END, PAD, MASK = 1, 0, 65  # of the two tiny models
@@ -28,7 +29,7 @@ def pretrained(name):
 def generator(name="tiny_mars", strategy="mars", window=4, forbid=True, **options):
     return Generator(
         pretrained(name),
-        mask_id=MASK,
+        mask_id=None if name == "demo_mars" else MASK,
         strategy=strategy,
         window=window if strategy == "mars" else None,
         **options,
@@ -57,7 +58,7 @@ class Script:
         empty = jnp.full((rows, 1, length, 1), -1.0)
         return [LayerCache(empty, empty)]
 
-    def forward(self, params, tokens, positions, attend, cache):
+    def forward(self, params, tokens, positions, attend, cache, masks=None):
         k = positions[:, None, :, None].astype(jnp.float32)
         return positions, [LayerCache(k, tokens[:, None, :, None].astype(jnp.float32))]
 
@@ -100,25 +101,26 @@ class Running:
         return [request.result for request in self.requests]
 
 
-def script_batch(scripted, window, rows=1, tokenizer=None, ends=(), **options):
+def script_batch(scripted, window, rows=1, lanes=None, tokenizer=None, ends=(), **options):
     """A batch of `rows` equal prompts answered by a script."""
     network, params, prompt_length = scripted
     runtime = Runtime(
         network=network,
-        params=params,
-        plan=plans.mars(window),
+        params=Params(params, ()),
+        strategy=Strategy(plans.mars(window)),
         prefill_chunk=8,
         tokenizer=tokenizer,
         eos_ids=ends,
         mask_id=np.int32(0),
         allowed=jnp.ones(network.vocab, bool),
         vocab_size=network.vocab,
+        max_positions=1000,
     )
     specs = requests.check(
-        [[2] * prompt_length] * rows, window=window, max_positions=1000, vocab_size=network.vocab,
+        [[2] * prompt_length] * rows, strategy=runtime.strategy, max_positions=1000, vocab_size=network.vocab,
         has_tokenizer=tokenizer is not None, eos_ids=ends, **({"max_new_tokens": 8, "seed": 0} | options),
     )  # fmt: skip
-    return Running(Engine(runtime, rows), specs)
+    return Running(Engine(runtime, lanes or rows), specs)
 
 
 def finish(batch, steps=None):

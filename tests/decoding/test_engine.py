@@ -1,6 +1,8 @@
 """Lanes and queue: nobody waits for nobody, everybody gets what they would get alone, nothing compiles."""
 
+import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -58,14 +60,17 @@ def test_nothing_compiles_after_warm_up(compilations):
         draw = random.Random(2)
         for n in [*range(1, 30), 60, 61, 62, 90, 93, 97, 100, 128]:
             for tau in (1.0, 0.95, np.float32(0.9), 1):
+                verifications = ("coupled", "rejection") if gen.plan.drafts else ("coupled",)
+                measures = ("probability", "entropy", "margin") if tau == 1.0 else ("probability",)
                 submit(
                     engine, gen, [50] * n, tau=tau, max_new_tokens=draw.randrange(1, 20), seed=n,
                     temperature=draw.choice((0, 0.5, 1)), top_k=draw.choice((None, 3, 10**9)),
-                    top_p=draw.choice((None, 0.5)), measure=draw.choice(("probability", "entropy", "margin"))
-                    if tau == 1.0 else "probability", stop_ids=[4] * draw.randrange(3),
-                    verification=draw.choice(("coupled", "rejection")), ignore_eos=draw.random() < 0.5,
+                    top_p=draw.choice((None, 0.5)), measure=draw.choice(measures), stop_ids=[4] * draw.randrange(3),
+                    verification=draw.choice(verifications), ignore_eos=draw.random() < 0.5,
                 )  # fmt: skip
             engine.turn(draw.randrange(1, 9))
+            while engine.running and draw.random() < 0.2:  # until the cache may shrink
+                engine.turn()
         engine.set_tau(0.8)
         engine.cancel(engine.running[0])
         engine.run()
@@ -147,6 +152,7 @@ def test_a_row_that_ends_in_its_first_step_and_the_cache_that_grows():
     larger = submit(engine, gen, [50, 7, 9], max_new_tokens=100, **OPTIONS)
     engine.run()
     assert (short.result.finish_reason, len(short.result.ids), short.result.forwards) == ("length", 1, 1)
+    assert engine._state is None
     for request in (long, larger):
         alone = gen.generate(request.spec.prompt, max_new_tokens=request.spec.max_new_tokens, **OPTIONS)
         assert request.result.ids == alone.ids
@@ -165,8 +171,13 @@ def test_statistics():
     assert sums.head_rows == 3 * 3 * 4
 
 
-@pytest.mark.parametrize("program", ["start", "admit", "prefill", "advance"])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("start", KeyboardInterrupt),
+        *itertools.product(("admit", "prefill", "advance"), (MemoryError, KeyboardInterrupt)),
+    ],
+)
 def test_a_turn_that_fails_takes_its_requests_with_it_and_no_others(monkeypatch, program, error):
     gen = generator("tiny_mars", lanes=1)
     engine = gen.engine(1)
@@ -189,6 +200,80 @@ def test_a_turn_that_fails_takes_its_requests_with_it_and_no_others(monkeypatch,
         assert first.error is not None
         with pytest.raises(type(first.error)):
             list(engine.stream(first))
+
+
+@pytest.mark.parametrize("program", ["start", "resize"])
+def test_no_memory_for_a_longer_cache_is_the_fault_of_the_longest_alone(monkeypatch, program):
+    gen = generator("tiny_mars", lanes=2)
+    engine = gen.engine(2)
+    running = submit(engine, gen, max_new_tokens=20, **OPTIONS)
+    if program == "resize":
+        engine.turn(3)
+    long = submit(engine, gen, max_new_tokens=200, **OPTIONS)
+    short = submit(engine, gen, max_new_tokens=5, **OPTIONS)
+
+    real = getattr(marsjax.decoding.engine, program)
+
+    def broken(*arguments):
+        if arguments[-1] > 64:
+            raise MemoryError("too long")
+        return real(*arguments)
+
+    monkeypatch.setattr(marsjax.decoding.engine, program, broken)
+    engine.run()
+    assert isinstance(long.error, MemoryError)
+    alone = gen.generate(PROMPT, max_new_tokens=20, **OPTIONS).ids
+    assert (running.result.ids, short.result.ids) == (alone, alone[:5])
+
+
+def test_a_generator_serves_several_threads():
+    gen = generator("tiny_mars", lanes=2)
+    expected = [gen.generate([i, 6], max_new_tokens=8, **OPTIONS).ids for i in range(2, 10)]
+    got = {}
+
+    def ask(i):
+        got[i] = [gen.generate([i + 2, 6], max_new_tokens=8, **OPTIONS).ids for _ in range(40)]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answer == expected[i] for i in range(8) for answer in got[i])
+
+
+def test_lanes_of_answers_that_end_by_a_stop_string_are_refilled_at_once(bytes_tokenizer):
+    """Also while others wait: at most 1.1 times the forwards of perfect packing."""
+    text = bytes_tokenizer("abcdefgh.ijk")["input_ids"]
+    scripted = script(text, [0.9] * len(text), vocab=258)
+    batch = script_batch(scripted, 1, rows=40, lanes=4, tokenizer=bytes_tokenizer, stop=["."], max_new_tokens=12)
+    batch.engine.run()
+    assert {r.text for r in batch.results()} == {"abcdefgh"}
+    assert batch.engine.statistics.steps <= 1.1 * 9 * 10
+
+
+def test_seconds_are_those_of_the_row():
+    gen = generator("tiny_mars", lanes=2)
+    short, long = gen.generate([PROMPT, PROMPT], max_new_tokens=[2, 100], **OPTIONS)
+    assert 0 < short.seconds < long.seconds / 20
+
+
+def test_wrong_use_is_refused():
+    gen, ar = generator("tiny_mars", lanes=1), generator("tiny_mars", "ar", lanes=1)
+    engine = gen.engine(1)
+    with pytest.raises(TypeError, match=r"Generator\.spec"):
+        engine.submit("a text")
+    with pytest.raises(ValueError, match="no meaning with strategy 'ar'"):
+        ar.engine(1).submit(gen.spec(PROMPT, tau=0.5))
+    with pytest.raises(ValueError, match="rejection"):
+        gen.spec(PROMPT, verification="rejection")
+    with pytest.raises(ValueError, match="512 positions"):
+        engine.warm_up(longest=513)
+    for longest in (0, 1.5, True, "x"):
+        with pytest.raises(ValueError, match="longest must be a positive integer"):
+            engine.warm_up(longest=longest)
+    with pytest.raises(ValueError, match="max_waiting"):
+        gen.engine(1, max_waiting=-1)
 
 
 def test_nan_does_not_outlive_its_request():
@@ -214,5 +299,26 @@ def test_streams_beside_each_other():
     list(engine.stream(three))
     assert [i for c in engine.stream(four) for i in c.ids] == four.result.ids  # ended long ago
     with pytest.raises(ValueError, match="not one of this engine"):
-        list(gen.engine(1).stream(submit(engine, gen)))
+        list(gen.engine(1).stream(foreign := submit(engine, gen)))
+    with pytest.raises(ValueError, match="not one of this engine"):
+        gen.engine(1).cancel(foreign)
     engine.run()
+    assert foreign.result.finish_reason != "cancelled"
+
+
+def test_the_cache_shrinks_when_only_short_requests_are_left():
+    gen = generator("tiny_mars", lanes=2)
+    engine = gen.engine(2)
+    long = submit(engine, gen, max_new_tokens=110, **OPTIONS)
+    rest = [submit(engine, gen, [50, 7, n], max_new_tokens=40, temperature=0.9, seed=n, **OPTIONS) for n in range(6)]
+    engine.turn(1)
+    assert engine._capacity == 128
+    while not long.ended:
+        engine.turn()
+    assert engine.running
+    engine.turn(1)
+    assert engine._capacity == 64
+    engine.run()
+    for n, request in enumerate(rest):
+        alone = gen.generate([50, 7, n], max_new_tokens=40, temperature=0.9, seed=n, **OPTIONS)
+        assert request.result.ids == alone.ids

@@ -15,7 +15,7 @@ import marsjax.weights
 from marsjax.decoding import Generator
 from marsjax.decoding.engine import cache_length
 from marsjax.decoding.network import split
-from marsjax.decoding.requests import prompt_ids
+from marsjax.decoding.requests import prompt_ids, split_batch
 from marsjax.decoding.step import advance
 
 PROMPT = [50, 9, 7, 22, 51]
@@ -39,13 +39,22 @@ PROMPT = [50, 9, 7, 22, 51]
         ({"temperature": 1e39}, "in 1e-06..1e\\+06, got 1e\\+39"),
         ({"max_new_tokens": 2**63 - 1}, "shorten the prompt or the limit"),
         ({"max_new_tokens": 2**70}, "shorten the prompt or the limit"),
-        ({"top_k": -1}, "top_k"),
+        ({"max_new_tokens": 2**70}, f"with max_new_tokens={2**70} that makes {2**70 + 5}, but the model has 512"),
+        ({"top_k": -2}, "top_k must be an integer of at least 0 .0, like -1, keeps .* got -2"),
         ({"top_k": 2.5}, "top_k"),
         ({"top_p": 1.1}, "top_p must be in 0..1"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "below 2\\^32"),
         ({"stop_ids": [72]}, "stop_ids must be token ids in 0..71"),
+        ({"stop_ids": 5}, "stop_ids must be a list of token ids, got 5"),
+        ({"stop_ids": np.asarray(5)}, "stop_ids must be a list of token ids, got 5"),
+        ({"stop_ids": {5: 1}}, "stop_ids must be a list of token ids, got {5: 1}"),
+        ({"stop_ids": b"a"}, "stop_ids must be a list of token ids, got b'a'"),
         ({"stop": "x"}, "need a tokenizer"),
+        ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
+        ({"stop": 0}, "stop must be a string or a list of strings, got 0"),
+        ({"stop": {"a": 1}}, "stop must be a string or a list of strings, got {'a': 1}"),
+        ({"stop": [5]}, "stop must be strings of at least one character, got 5"),
         ({"max_new_tokens": 508}, "5 tokens; with max_new_tokens=508 that makes 513, but the model has 512"),
     ],
     ids=str,
@@ -58,7 +67,9 @@ def test_bad_options(options, words):
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
-        ([], ValueError, "empty"),
+        (b"abc", TypeError, "got bytes"),
+        ([b"abc"], TypeError, "got bytes"),
+        (bytearray(b"abc"), TypeError, "got bytearray"),
         ([[]], ValueError, "empty"),
         ([1, 72], ValueError, "token id 72 at entry 1 .* 0..71"),
         ([-1], ValueError, "token id -1"),
@@ -77,6 +88,25 @@ def test_bad_prompts(prompt, error, words):
         generator().generate(prompt)
 
 
+@pytest.mark.parametrize("name", ["max_new_tokens", "seed", "temperature", "stop_ids"])
+def test_numbers_that_python_does_not_write_out(name):
+    value = 10**5000
+    with pytest.raises(ValueError, match=f"{name}.*a number of over 4,300 digits"):
+        generator().generate(PROMPT, **{name: [value]})
+    with pytest.raises(ValueError, match=r"token id a number of over 4,300 digits at entry 0"):
+        generator().generate([value])
+
+
+def test_a_list_of_no_prompts():
+    assert split_batch([]) == split_batch(np.zeros((0, 5), int)) == ([], False)
+
+
+def test_options_that_say_nothing():
+    plain = generator().generate(PROMPT, max_new_tokens=4, temperature=1.0, seed=5)
+    for options in ({"stop_ids": None, "stop": None}, {"top_k": -1}, {"top_k": np.int64(0)}, {"stop_ids": np.zeros(0)}):
+        assert generator().generate(PROMPT, max_new_tokens=4, temperature=1.0, seed=5, **options).ids == plain.ids
+
+
 def test_unknown_option_names():
     with pytest.raises(TypeError, match="thresold"):
         generator().generate(PROMPT, thresold=0.5)
@@ -85,7 +115,7 @@ def test_unknown_option_names():
 
 
 def test_bad_generators():
-    with pytest.raises(ValueError, match="window belongs to strategy mars, not to ar"):
+    with pytest.raises(ValueError, match="window belongs to strategy mars or speculative, not to ar"):
         Generator(pretrained("tiny_mars"), strategy="ar", window=4)
     with pytest.raises(ValueError, match="k belongs to strategies chain and comb"):
         Generator(pretrained("tiny_mars"), strategy="mars", mask_id=MASK, k=4)
@@ -128,12 +158,17 @@ def test_texts_become_what_the_chat_template_makes_of_them(bytes_tokenizer):
         assert prompt_ids(text, bytes_tokenizer, 258, raw=False) == rendered
         assert prompt_ids([{"role": "user", "content": text}], bytes_tokenizer, 258, raw=False) == rendered
         assert prompt_ids(text, bytes_tokenizer, 258, raw=True) == plain
+        with pytest.raises(ValueError, match="empty: a text needs at least one character"):
+            prompt_ids("", bytes_tokenizer, 258, raw=False)
         with pytest.raises(ValueError, match="not messages"):
             prompt_ids([{"role": "user", "content": text}], bytes_tokenizer, 258, raw=True)
     finally:
         bytes_tokenizer.chat_template = None
     with pytest.raises(ValueError, match="empty"):
         prompt_ids("", bytes_tokenizer, 258, raw=True)
+    for raw in (True, False):
+        with pytest.raises(ValueError, match=r"half a surrogate pair, '\\ud800' at 1: no character"):
+            prompt_ids("a\ud800", bytes_tokenizer, 258, raw=raw)
 
 
 def test_result_is_json():
@@ -191,7 +226,7 @@ def test_four_programs_and_a_cache_updated_in_place(compilations):
     assert len(compilations) == 4  # start, admit, prefill, advance
     runtime = generator().runtime
     arguments = runtime.params, engine._controls, engine._state, np.int32(0), np.int32(1)
-    program = advance.lower(runtime.network, runtime.plan, *arguments).compile()
+    program = advance.lower(runtime.network, runtime.strategy, *arguments).compile()
     config = generator().config
     shape = (rows, config.num_kv_heads, length, config.head_dim)
     assert engine._state.cache[0].k.shape == shape

@@ -1,0 +1,95 @@
+"""How to decode, as users say it. Options that contradict each other are refused here, before anything is loaded."""
+
+import dataclasses
+import math
+import numbers
+from typing import Annotated, Any, Literal, get_args
+
+from tyro.conf import arg
+
+Name = Literal["auto", "ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block"]
+Begin = Literal["mean", "last", "sample", "zero"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to decode; None takes a strategy's default. An option of another strategy is refused.
+
+    Attributes:
+      strategy: mars (several tokens a forward pass, by tau), ar (one), chain or comb (several, exactly those of ar
+        while tau is 1), tree (the same with several guesses for each position), speculative (a draft model guesses),
+        lookup (the text so far guesses), jacobi, block (mars with the paper's cache), or auto: mars if the model allows
+        it.
+      window: predictions a forward pass (mars, speculative); by default the block size of training (speculative: 1).
+      k: drafts in a row (chain, comb, speculative, lookup, jacobi), depth of a tree; by default the block size of
+        training, else 4; 2 for a tree.
+      block_complexity: slots a tree feeds, (k + 1)(1 + its drafts), at most; 30 by default.
+      widths: drafts at each depth of a tree of fixed form; by default the form follows their probabilities.
+      lookup: of a tree's drafts, up to so many go to what followed these words before.
+      probe: ask a model that was never trained with masks (chain, comb, tree): what a mask is at first: the mean of
+        the prompt, its last embeddings, a sample of the embedding table, or zero.
+      probe_lambda: how far probing masks move to each new token; 0.1 by default.
+      probe_velocity: memory of the probing masks' velocity, just below 1; by default they have none.
+      draft_window: predictions a forward pass of the draft model (speculative), if that is a MARS model; 1 by default.
+      cache_block: positions of a block of the paper's cache (block); 32 by default.
+    """
+
+    strategy: Name = "auto"
+    window: int | None = None
+    k: int | None = None
+    block_complexity: int | None = None
+    widths: tuple[int, ...] | None = None
+    lookup: int | None = None
+    probe: Begin | None = None
+    probe_lambda: Annotated[float | None, arg(aliases=["--lambda"])] = None
+    probe_velocity: float | None = None
+    draft_window: int | None = None
+    cache_block: int | None = None
+
+    def __post_init__(self) -> None:
+        name = self.strategy
+        if name not in (known := get_args(Name)):
+            raise ValueError(f"strategy must be one of {', '.join(known)}, got {name!r}")
+        for option, owners in OWNERS.items():
+            if getattr(self, option) is not None and name not in owners:
+                if (option, name) == ("window", "auto"):
+                    continue  # for "mars" to have
+                raise ValueError(
+                    f"{option} belongs to strategy {' or '.join(owners)}, not to {name}"
+                    + ("; say k" if option == "window" and name in OWNERS["k"] else "")
+                )
+        if self.widths is not None and (self.block_complexity or self.k or self.lookup):
+            raise ValueError("widths fix a tree's form; block_complexity, k and lookup are for one that follows")
+        if self.probe is None and (self.probe_lambda is not None or self.probe_velocity is not None):
+            raise ValueError("probe_lambda and probe_velocity are of probing masks; say probe as well")
+        for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block"):
+            if getattr(self, option) is not None:
+                positive(option, getattr(self, option))
+        _fraction("probe_lambda", self.probe_lambda)
+        _fraction("probe_velocity", self.probe_velocity)
+
+
+OWNERS = {
+    "window": ("mars", "speculative"),
+    "k": ("chain", "comb", "tree", "speculative", "lookup", "jacobi"),
+    "block_complexity": ("tree",),
+    "widths": ("tree",),
+    "lookup": ("tree",),
+    "probe": ("chain", "comb", "tree"),
+    "probe_lambda": ("chain", "comb", "tree"),
+    "probe_velocity": ("chain", "comb", "tree"),
+    "draft_window": ("speculative",),
+    "cache_block": ("block",),
+}
+
+
+def positive(name: str, value: Any) -> int:
+    """`value`, if it is a positive integer; ValueError if not."""
+    if isinstance(value, bool) or not isinstance(value, int | numbers.Integral) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def _fraction(name: str, value: float | None) -> None:
+    if value is not None and (isinstance(value, bool) or not math.isfinite(value) or not 0 <= value <= 1):
+        raise ValueError(f"{name} must be in 0..1, got {value!r}")

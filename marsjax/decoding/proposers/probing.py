@@ -1,0 +1,87 @@
+"""Masks for a model that was never trained with any (arXiv 2603.17942): a vector that asks "and then?"."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from marsjax.decoding.proposers.base import Seen
+
+START = ("mean", "last", "sample", "zero")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProbeState:
+    vector: jax.Array  # [N, k, D], the masks'
+    velocity: jax.Array  # [N, D], mean step from one token's embedding to the next
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProbeParams:
+    rate: Any  # [] float32, λ: how far a mask moves to every committed token
+    memory: Any  # [] float32, β of the velocity; 1 keeps it at zero
+    mean: Any  # [D], of the embedding table; for "sample"
+    deviation: Any  # [D]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """k mask vectors a lane.
+
+    Attributes:
+      begin: what they are at first: the mean of the prompt's embeddings, the last k of them, a draw from the normal
+        distribution of the embedding table, or zero.
+    """
+
+    k: int
+    hidden_size: int
+    begin: Literal["mean", "last", "sample", "zero"] = "mean"
+
+    def start(self, lanes: int) -> ProbeState:
+        return ProbeState(jnp.zeros((lanes, self.k, self.hidden_size)), jnp.zeros((lanes, self.hidden_size)))
+
+    def masks(self, mine: ProbeState) -> jax.Array:
+        ahead = 1 + jnp.arange(self.k, dtype=jnp.float32)[:, None]
+        return mine.vector + ahead * mine.velocity[:, None]
+
+    def prefill(self, network, params, state, mine: ProbeState) -> ProbeState:
+        """First vectors of lanes whose prompt was committed just now."""
+        place = jnp.arange(state.tokens.shape[1])
+        if self.begin == "mean":
+            in_prompt = (place < state.prompt[:, None]).astype(jnp.float32)
+            embedded = network.embed(params.target, state.tokens) * in_prompt[..., None]
+            vector = (embedded.sum(1) / state.prompt[:, None].astype(jnp.float32))[:, None]
+        elif self.begin == "last":
+            at = jnp.maximum(state.prompt[:, None] - self.k + jnp.arange(self.k), 0)
+            vector = network.embed(params.target, jnp.take_along_axis(state.tokens, at, 1))
+        elif self.begin == "sample":
+            shape, probe = (self.k, self.hidden_size), params.proposer
+
+            def draw(length):
+                return probe.mean + probe.deviation * jax.random.normal(jax.random.key(length), shape)
+
+            vector = jax.vmap(draw)(state.prompt)
+        else:
+            vector = jnp.zeros_like(mine.vector)
+        new = (state.forwards == 0)[:, None]
+        return ProbeState(
+            jnp.where(new[..., None], jnp.broadcast_to(vector, mine.vector.shape), mine.vector),
+            jnp.where(new, 0.0, mine.velocity),
+        )
+
+    def observe(self, network, params, mine: ProbeState, seen: Seen) -> ProbeState:
+        """m ← m + λ (e − m) and v ← β v + (1 − β)(e − e before) for every token the step emitted."""
+        last = jnp.take_along_axis(seen.state.tokens, seen.state.length[:, None] - 1, 1)
+        embedded = network.embed(params.target, jnp.concatenate([last, seen.emitted], 1))
+        probe, vector, velocity = params.proposer, mine.vector, mine.velocity
+        for i in range(seen.emitted.shape[1]):
+            there = (i < seen.taken)[:, None]
+            e, before = embedded[:, i + 1], embedded[:, i]
+            moved = vector + probe.rate * (e[:, None] - vector)
+            turned = probe.memory * velocity + (1 - probe.memory) * (e - before)
+            vector = jnp.where(there[..., None], moved, vector)
+            velocity = jnp.where(there, turned, velocity)
+        return ProbeState(vector, velocity)

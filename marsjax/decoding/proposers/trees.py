@@ -1,0 +1,107 @@
+"""How the candidates of k masks become a tree of N drafts (arXiv 2603.17942)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from marsjax.decoding import acceptance
+from marsjax.decoding.drafts import Drafts
+from marsjax.decoding.proposers import lookup
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """`widths[i]` candidates of mask i + 1, all of them behind the best candidate of the mask before."""
+
+    widths: tuple[int, ...]
+
+    def of(self, seen, controls, logits, noisy, last) -> Drafts:
+        tokens, _ = _candidates(noisy, last, self.widths)
+        first = _first_of_each(self.widths)
+        best = jnp.concatenate([t[:, :1] for t in tokens], 1)
+        sure = acceptance.confidence(logits, best, controls.measure)
+        flat = jnp.concatenate(tokens, 1)
+        confidence = jnp.full(flat.shape, jnp.nan).at[:, first].set(sure)
+        return Drafts.of(flat, confidence=confidence)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """The N best of all candidates by the product of probabilities along their path; the tree's form follows.
+
+    Attributes:
+      nodes: N. depth: k. lookup: of the nodes, up to this many go to what prompt lookup finds, in a row.
+    """
+
+    nodes: int
+    depth: int
+    lookup: int = 0
+
+    def of(self, seen, controls, logits, noisy, last) -> Drafts:
+        rows, widths = last.shape[0], tuple(self.nodes - i for i in range(self.depth))
+        tokens, logp = _candidates(noisy, last, widths)
+        best = jnp.concatenate([t[:, :1] for t in tokens], 1)
+        sure = acceptance.confidence(logits, best, controls.measure)
+        path = jnp.zeros((rows, 1))
+        scores, confidence, parents = [], [], []
+        first = self.lookup  # flat index of this depth's first candidate
+        before = jnp.full((rows, 1), -1)  # flat index of what they hang on; -1 is the root
+        flat_tokens = list(tokens)
+        if self.lookup:
+            found, count = lookup.find(_with(seen), seen.length, self.lookup)
+            there = jnp.arange(self.lookup) < count[:, None]
+            # Above every candidate: a text that repeats itself is surer than any mask.
+            scores.append(jnp.where(there, 1.0 + self.lookup - jnp.arange(self.lookup), -jnp.inf))
+            confidence.append(jnp.full((rows, self.lookup), jnp.nan))
+            parents.append(jnp.broadcast_to(jnp.arange(-1, self.lookup - 1), (rows, self.lookup)))
+            flat_tokens.insert(0, found)
+        for i, (ids, p) in enumerate(zip(tokens, logp, strict=True)):
+            score = path + p
+            twice = jnp.zeros(ids.shape, bool)
+            if self.lookup and i == 0:
+                twice = (ids == flat_tokens[0][:, :1]) & there[:, :1]
+            scores.append(jnp.where(twice, -jnp.inf, score))
+            confidence.append(jnp.full(ids.shape, jnp.nan).at[:, 0].set(sure[:, i]))
+            parents.append(jnp.broadcast_to(before, ids.shape))
+            before = jnp.where(twice[:, :1], 0, first)
+            path, first = score[:, :1], first + ids.shape[1]
+        score, parent = jnp.concatenate(scores, 1), jnp.concatenate(parents, 1)
+        _, chosen = jax.lax.top_k(score, self.nodes)  # ties in their order: parents before their children
+        where = jnp.full(score.shape, 0).at[jnp.arange(rows)[:, None], chosen].set(jnp.arange(1, self.nodes + 1))
+        behind = jnp.take_along_axis(parent, chosen, 1)
+        heads = jnp.where(behind < 0, 0, jnp.take_along_axis(where, jnp.maximum(behind, 0), 1))
+
+        def picked(parts):
+            return jnp.take_along_axis(jnp.concatenate(parts, 1), chosen, 1)
+
+        return Drafts.of(picked(flat_tokens), confidence=picked(confidence), parents=heads.astype(jnp.int32))
+
+
+def _with(seen) -> jax.Array:
+    """[N, T] tokens after the step."""
+    place = jnp.arange(seen.state.tokens.shape[1])
+    at = place - seen.state.length[:, None]
+    new = jnp.take_along_axis(seen.emitted, jnp.clip(at, 0, seen.emitted.shape[1] - 1), 1)
+    return jnp.where(at >= 0, new, seen.state.tokens)
+
+
+def _candidates(noisy: jax.Array, last: jax.Array, widths: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The best tokens [N, width] of each mask and their log-probabilities; a parent's own token is passed over.
+
+    Args:
+      noisy: [N, k, V], scores to rank by. last: [N] int32, the token the tree hangs on.
+    """
+    logp = jax.nn.log_softmax(noisy, axis=-1)
+    ids, tokens, scores = jnp.arange(noisy.shape[-1]), [], []
+    for i, width in enumerate(widths):
+        score, token = jax.lax.top_k(jnp.where(ids == last[:, None], -jnp.inf, logp[:, i]), width)
+        tokens.append(token.astype(jnp.int32))
+        scores.append(score)
+        last = token[:, 0]
+    return tokens, scores
+
+
+def _first_of_each(widths: tuple[int, ...]) -> np.ndarray:
+    return np.cumsum((0, *widths[:-1]))

@@ -1,0 +1,197 @@
+"""What users call a strategy → slot plan and proposer."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from marsjax.decoding import network, plans
+from marsjax.decoding.block import BlockCache, Carry
+from marsjax.decoding.options import OWNERS, Options
+from marsjax.decoding.plans import SlotPlan
+from marsjax.decoding.proposers import trees
+from marsjax.decoding.proposers.draft_model import DraftModel, DraftParams
+from marsjax.decoding.proposers.jacobi import Jacobi
+from marsjax.decoding.proposers.lookup import Lookup
+from marsjax.decoding.proposers.masks import Masks
+from marsjax.decoding.proposers.probing import Probe, ProbeParams
+from marsjax.decoding.step import Strategy
+
+DEFAULT_WINDOW = DEFAULT_K = 4
+DEFAULT_DEPTH, DEFAULT_COMPLEXITY = 2, 30
+DEFAULT_LAMBDA, DEFAULT_CACHE_BLOCK = 0.1, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a strategy must know of the model it is for. `block_size`: B of training, if known."""
+
+    vocab_size: int
+    hidden_size: int
+    embedding: Any  # [V, D]
+    tokenizer: Any = None
+    mask_id: int | None = None
+    block_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A draft model, ready to run."""
+
+    network: network.DecoderNetwork
+    weights: Any
+    mask_id: int | None
+    block_size: int | None = None
+
+
+def plan_of(options: Options, block_size: int | None = None) -> SlotPlan:
+    """The slot plan of some options."""
+    name, trained = options.strategy, block_size
+    window, k = options.window, options.k
+    if name == "ar":
+        return plans.ar()
+    if name == "mars":
+        return plans.mars(window or trained or DEFAULT_WINDOW)
+    if name in ("chain", "comb"):
+        return (plans.chain if name == "chain" else plans.comb)(k or trained or DEFAULT_K)
+    if name == "speculative":
+        return plans.speculative(k or DEFAULT_K, window or 1)
+    if name in ("lookup", "jacobi"):
+        return plans.drafted(k or DEFAULT_K, name)
+    if name == "block":
+        return plans.block(options.cache_block or DEFAULT_CACHE_BLOCK)
+    if options.widths is not None:
+        return plans.tree(options.widths)
+    depth, complexity = k or DEFAULT_DEPTH, options.block_complexity or DEFAULT_COMPLEXITY
+    nodes = complexity // (depth + 1) - 1
+    if nodes < depth:
+        raise ValueError(
+            f"block_complexity {complexity} leaves {max(nodes, 0)} drafts for a tree {depth} deep; it must be at least "
+            f"{(depth + 1) ** 2}"
+        )
+    if (options.lookup or 0) > nodes:
+        raise ValueError(f"lookup={options.lookup} is more than the tree's {nodes} drafts")
+    # Where all drafts come from lookup the tree can be as deep as they are many.
+    reach = max(depth, options.lookup or 0)
+    example = (nodes - reach + 1, *(1,) * (reach - 1))
+    return plans.tree(example, masks=depth, dynamic=True)
+
+
+def build(options: Options, target: Target, draft: Draft | None = None) -> tuple[Any, Any]:
+    """(strategy, what its proposer needs as params). Warns where masks are asked beyond what they were trained for."""
+    name = options.strategy
+    if name == "auto":
+        name = "ar" if target.mask_id is None else "mars"
+        options = dataclasses.replace(options, strategy=name, window=options.window if name == "mars" else None)
+    if (draft is not None) != (name == "speculative"):
+        raise ValueError(
+            "strategy speculative needs a draft model: give draft"
+            if draft is None
+            else f"draft is a model for strategy speculative, not for {name}"
+        )
+    plan = plan_of(options, target.block_size)
+    asks_token = options.probe is None and (plan.asks > 0 or name == "block")
+    if asks_token and target.mask_id is None:
+        probing = "say how to ask it without (probe)" if name in OWNERS["probe"] else "use 'ar'"
+        raise ValueError(
+            f"strategy {name!r} needs a mask token and this model has none: fine-tune it with `marsjax train`, or "
+            f"{probing}"
+        )
+    option, asked = ("window", plan.tail) if plan.continues else ("k", plan.asks)
+    if asks_token and name != "block" and target.block_size is not None and asked > target.block_size:
+        warnings.warn(
+            f"{option} {asked} is beyond the block size {target.block_size} this model was trained with: what it "
+            "predicts further ahead it has never learned",
+            stacklevel=4,
+        )
+    if name == "block":
+        return BlockCache(plan.size, Carry(target.vocab_size)), ()
+    if name == "jacobi":
+        return Strategy(plan, Jacobi(plan.drafts)), ()
+    if name == "lookup":
+        return Strategy(plan, Lookup(plan.drafts)), ()
+    if name in ("ar", "mars"):
+        return Strategy(plan), ()
+    if name == "speculative":
+        assert draft is not None
+        return _speculative(options, plan, draft)
+    probe, params = _probe(options, plan, target)
+    tree: trees.Static | trees.Dynamic | None = None
+    if name == "tree":
+        widest = max(options.widths or (plan.drafts,))
+        if widest >= target.vocab_size:
+            raise ValueError(
+                f"a tree of {widest} drafts at one depth needs more than the {target.vocab_size} tokens of the "
+                "vocabulary; lower " + ("widths" if options.widths else "block_complexity")
+            )
+        tree = (
+            trees.Static(options.widths)
+            if options.widths
+            else trees.Dynamic(plan.drafts, plan.asks, options.lookup or 0)
+        )
+    return Strategy(plan, Masks(plan, tree, probe)), params
+
+
+def _probe(options: Options, plan: SlotPlan, target: Target) -> tuple[Probe | None, Any]:
+    if options.probe is None:
+        return None, ()
+    table = target.embedding
+    mean, deviation = jnp.zeros(()), jnp.zeros(())
+    if options.probe == "sample":
+        mean, deviation = jnp.mean(table, 0, dtype=jnp.float32), jnp.std(table, 0, dtype=jnp.float32)
+    rate = DEFAULT_LAMBDA if options.probe_lambda is None else options.probe_lambda
+    memory = 1.0 if options.probe_velocity is None else options.probe_velocity
+    return Probe(plan.asks, target.hidden_size, options.probe), ProbeParams(
+        np.float32(rate), np.float32(memory), mean, deviation
+    )
+
+
+def _speculative(options: Options, plan: SlotPlan, draft: Draft) -> tuple[Strategy, DraftParams]:
+    window = options.draft_window or 1
+    if draft.block_size is not None and window > draft.block_size:
+        warnings.warn(
+            f"draft_window {window} is beyond the block size {draft.block_size} the draft model was trained with",
+            stacklevel=5,
+        )
+    if window > 1 and draft.mask_id is None:
+        raise ValueError(f"draft_window={window} needs a draft model with a mask token, and this one has none")
+    proposer = DraftModel(draft.network, draft.network.config.vocab_size, plan.drafts, window, plan.tail)
+    return Strategy(plan, proposer), DraftParams(draft.weights, np.int32(draft.mask_id or 0))
+
+
+def load_draft(target: Target, source: Any, dtype: Any) -> Draft:
+    """A draft model, checked: a `marsjax.weights.Pretrained`, or what `marsjax.weights.load` takes.
+
+    Refuses one that does not share the target's vocabulary, or whose weights are not all finite.
+    """
+    from marsjax import weights
+
+    loaded = source if hasattr(source, "generation") else weights.load(source, layout="list", dtype=dtype)
+    _check_vocabulary(target, loaded)
+    for path, value in nnx.to_flat_state(nnx.state(loaded.model)):
+        if not bool(jnp.isfinite(value[...]).all()):
+            raise ValueError(f"the draft model's weight {'.'.join(map(str, path))} is not finite; its file is damaged")
+    net, params = network.split(loaded.model, dtype, consume=source is not loaded)
+    return Draft(net, params, loaded.mask_id, (loaded.hf_config.get("marsjax") or {}).get("block_size"))
+
+
+def _check_vocabulary(target: Target, draft: Any) -> None:
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.vocab_size != (rows := draft.model.config.vocab_size):
+            raise ValueError(
+                f"the draft model's vocabulary has {rows} rows and the target's {target.vocab_size}, and there are not "
+                "two tokenizers to compare; use models of one family"
+            )
+        return
+    ours, theirs = ({i: t for t, i in x.get_vocab().items()} for x in (target.tokenizer, draft.tokenizer))
+    # What only one of them has, such as a mask, is no harm: it is never proposed, or proposed and not taken.
+    differ = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+    if differ or min(len(ours), len(theirs)) < 0.99 * max(len(ours), len(theirs)):
+        example = f"; id {differ[0]} is {ours[differ[0]]!r} there and {theirs[differ[0]]!r} here" if differ else ""
+        raise ValueError(
+            f"the draft model has another vocabulary ({len(theirs)} tokens) than the target ({len(ours)}): "
+            f"{len(differ)} differ{example}; use a draft model of the target's family"
+        )
