@@ -1,8 +1,8 @@
 """How to decode, as users say it. Options that contradict each other are refused here, before anything is loaded."""
 
 import dataclasses
-import math
 import numbers
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import arg
@@ -58,6 +58,10 @@ class Options:
                     f"{option} belongs to strategy {' or '.join(owners)}, not to {name}"
                     + ("; say k" if option == "window" and name in OWNERS["k"] else "")
                 )
+        if self.probe is not None and self.probe not in (starts := get_args(Begin)):
+            raise ValueError(f"probe must be one of {', '.join(starts)}, got {self.probe!r}")
+        if self.widths is not None:
+            object.__setattr__(self, "widths", _widths(self.widths))  # a list from YAML or JSON is no static argument
         if self.widths is not None and (self.block_complexity or self.k or self.lookup):
             raise ValueError("widths fix a tree's form; block_complexity, k and lookup are for one that follows")
         if self.probe is None and (self.probe_lambda is not None or self.probe_velocity is not None):
@@ -90,6 +94,12 @@ def positive(name: str, value: Any) -> int:
     return int(value)
 
 
-def _fraction(name: str, value: float | None) -> None:
-    if value is not None and (isinstance(value, bool) or not math.isfinite(value) or not 0 <= value <= 1):
+def _widths(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"widths must be the drafts at each depth, such as (3, 2), got {value!r}")
+    return tuple(positive("the width of a tree", width) for width in value)
+
+
+def _fraction(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= 1):
         raise ValueError(f"{name} must be in 0..1, got {value!r}")

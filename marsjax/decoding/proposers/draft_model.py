@@ -10,7 +10,7 @@ from marsjax.decoding import acceptance, plans, step
 from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.proposers.base import Proposer, Seen
 
-TAKE_ALL = 1e-30  # a τ that every prediction of the draft model reaches
+TAKE_ALL = 0.0  # a τ that every prediction of the draft model reaches, also what a high temperature draws
 
 
 @jax.tree_util.register_dataclass

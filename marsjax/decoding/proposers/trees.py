@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marsjax.decoding import acceptance
+from marsjax.decoding import acceptance, sampling
 from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.proposers import lookup
 
@@ -20,10 +20,8 @@ class Static:
     def of(self, seen, controls, logits, noisy, last) -> Drafts:
         tokens, _ = _candidates(noisy, last, self.widths)
         first = _first_of_each(self.widths)
-        best = jnp.concatenate([t[:, :1] for t in tokens], 1)
-        sure = acceptance.confidence(logits, best, controls.measure)
         flat = jnp.concatenate(tokens, 1)
-        confidence = jnp.full(flat.shape, jnp.nan).at[:, first].set(sure)
+        confidence = _unsure(flat).at[:, first].set(_confidence(controls, logits, tokens, last))
         return Drafts.of(flat, confidence=confidence)
 
 
@@ -42,8 +40,7 @@ class Dynamic:
     def of(self, seen, controls, logits, noisy, last) -> Drafts:
         rows, widths = last.shape[0], tuple(self.nodes - i for i in range(self.depth))
         tokens, logp = _candidates(noisy, last, widths)
-        best = jnp.concatenate([t[:, :1] for t in tokens], 1)
-        sure = acceptance.confidence(logits, best, controls.measure)
+        sure = _confidence(controls, logits, tokens, last)
         path = jnp.zeros((rows, 1))
         scores, confidence, parents = [], [], []
         first = self.lookup  # flat index of this depth's first candidate
@@ -54,18 +51,20 @@ class Dynamic:
             there = jnp.arange(self.lookup) < count[:, None]
             # Above every candidate: a text that repeats itself is surer than any mask.
             scores.append(jnp.where(there, 1.0 + self.lookup - jnp.arange(self.lookup), -jnp.inf))
-            confidence.append(jnp.full((rows, self.lookup), jnp.nan))
+            confidence.append(_unsure(found))
+            same = jnp.ones((rows, 1), bool)  # whether the best candidates so far are what lookup found
             parents.append(jnp.broadcast_to(jnp.arange(-1, self.lookup - 1), (rows, self.lookup)))
             flat_tokens.insert(0, found)
         for i, (ids, p) in enumerate(zip(tokens, logp, strict=True)):
             score = path + p
             twice = jnp.zeros(ids.shape, bool)
-            if self.lookup and i == 0:
-                twice = (ids == flat_tokens[0][:, :1]) & there[:, :1]
+            if i < self.lookup:
+                twice = same & (ids == found[:, i : i + 1]) & there[:, i : i + 1]
+                same = twice[:, :1]
             scores.append(jnp.where(twice, -jnp.inf, score))
-            confidence.append(jnp.full(ids.shape, jnp.nan).at[:, 0].set(sure[:, i]))
+            confidence.append(_unsure(ids).at[:, 0].set(sure[:, i]))
             parents.append(jnp.broadcast_to(before, ids.shape))
-            before = jnp.where(twice[:, :1], 0, first)
+            before = jnp.where(twice[:, :1], i, first)
             path, first = score[:, :1], first + ids.shape[1]
         score, parent = jnp.concatenate(scores, 1), jnp.concatenate(parents, 1)
         _, chosen = jax.lax.top_k(score, self.nodes)  # ties in their order: parents before their children
@@ -85,6 +84,23 @@ def _with(seen) -> jax.Array:
     at = place - seen.state.length[:, None]
     new = jnp.take_along_axis(seen.emitted, jnp.clip(at, 0, seen.emitted.shape[1] - 1), 1)
     return jnp.where(at >= 0, new, seen.state.tokens)
+
+
+def _unsure(tokens: jax.Array) -> jax.Array:
+    """No confidence, in the type that the state has from the start: another would compile the step twice."""
+    return jnp.full(tokens.shape, jnp.nan, jnp.float32)
+
+
+def _confidence(controls, logits: jax.Array, tokens: list[jax.Array], last: jax.Array) -> jax.Array:
+    """[N, k], of the best candidate of each mask.
+
+    Margin and entropy say how sure the mask is of its likeliest token. Where that was passed over, being the parent's,
+    they say nothing about the next best.
+    """
+    best = jnp.concatenate([t[:, :1] for t in tokens], 1)
+    sure = acceptance.confidence(logits, best, controls.measure)
+    passed_over = sampling.greedy(logits) == jnp.concatenate([last[:, None], best[:, :-1]], 1)
+    return jnp.where(passed_over & (controls.measure != acceptance.PROBABILITY)[:, None], jnp.nan, sure)
 
 
 def _candidates(noisy: jax.Array, last: jax.Array, widths: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
