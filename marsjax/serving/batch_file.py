@@ -1,6 +1,10 @@
 """`marsjax batch`: a file of OpenAI batch requests, through the engine's queue, answered under their ids."""
 
+import codecs
+import contextlib
 import json
+import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +30,15 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Bad:
+    """One line of the input that cannot."""
+
+    custom_id: str | None  # None: it has none of its own
+    number: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Summary:
     answered: int
     failed: int
@@ -46,33 +59,48 @@ def run(
     """Answers every line of `source` with one line of `target`, as they get ready.
 
     The requests that may take longest go first, so that no lane works alone at the end. A line that is no good request
-    is answered by an error under its id (or `line-N`), and the others are not affected.
+    is answered by an error under its id, and the others are not affected. Where it has no id, or one that an earlier
+    line has, `custom_id` is null, so that no id is answered twice; `error.line` is its number.
 
     Args:
       model: name to answer with. defaults: options of `Generator.generate` for requests that do not say them.
       resume: go on with a `target` that is there: its answers are kept, its errors asked again.
 
-    Raises FileNotFoundError or FileExistsError before any work.
+    Raises OSError or ValueError before any work if the files are not as they should be, and OSError where the answers
+    cannot be written; those written until then are good to `resume` from.
     """
     answered = check_files(source, target, resume)
-    with target.open("a" if answered is not None else "x", encoding="utf-8") as out:
+    lines: list[Line] = []
+    bad: list[Bad] = []
+    for read in _read(generator, source, answered or set(), defaults or {}):
+        if isinstance(read, Line):
+            lines.append(read)
+        else:
+            bad.append(read)
+    lines.sort(key=lambda line: line.spec.needed, reverse=True)
+    engine = generator.engine(min(generator.lanes, max(1, len(lines))))
+    pending: dict[Request, Line] = {engine.submit(line.spec): line for line in lines}
+    if answered is not None and (lines or bad):
+        _drop_errors(target)
+    failed = len(bad)
+    # Unbuffered: closing a buffer would try again to write what did not fit, and tell of that instead.
+    with target.resolve().open("ab" if answered is not None else "xb", buffering=0) as out:
 
-        def write(custom_id: str, response: Any, error: Any) -> None:
+        def write(custom_id: str | None, response: Any, error: Any) -> None:
             line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
-            out.write(json.dumps(line) + "\n")
-            out.flush()
+            rest, end = memoryview(json.dumps(line).encode() + b"\n"), out.seek(0, os.SEEK_END)
+            try:
+                while rest:
+                    rest = rest[out.write(rest) :]
+            except OSError as reason:
+                with contextlib.suppress(OSError):
+                    out.truncate(end)  # to whole lines
+                raise OSError(
+                    f"{target} cannot be written: {reason.strerror}. The answers so far are in it; --resume goes on"
+                ) from reason
 
-        lines: list[Line] = []
-        failed = 0
-        for read in _read(generator, source, answered or set(), defaults or {}):
-            if isinstance(read, Line):
-                lines.append(read)
-            else:
-                failed += 1
-                write(read[0], None, {"code": "invalid_request", "message": read[1]})
-        lines.sort(key=lambda line: line.spec.needed, reverse=True)
-        engine = generator.engine(min(generator.lanes, max(1, len(lines))))
-        pending: dict[Request, Line] = {engine.submit(line.spec): line for line in lines}
+        for one in bad:
+            write(one.custom_id, None, {"code": "invalid_request", "message": one.message, "line": one.number})
         with _bar(progress) as bar:
             task = bar.add_task("", total=len(lines), rate=0.0, per_forward=0.0)
             while not engine.idle:
@@ -96,61 +124,84 @@ def run(
 
 
 def check_files(source: Path, target: Path, resume: bool) -> set[str] | None:
-    """Ids that `target` has answers for; None if there is no such file.
+    """Ids that `target` has answers for; None if there is no such file. Changes nothing.
 
-    To `resume`, lines with errors and a last line that was not finished are taken out of `target`, so that their
-    requests are asked again. A file with any other line is left alone: ValueError.
+    A file to `resume` that has other lines than answers is refused: ValueError.
     """
+    if not source.exists():
+        raise FileNotFoundError(f"{source} does not exist")
     if not source.is_file():
-        raise FileNotFoundError(f"{source} is not a file of requests")
+        raise OSError(f"{source} is not a file of requests")
     if not target.exists():
-        if not target.parent.is_dir():
+        if not target.resolve().parent.is_dir():
             raise FileNotFoundError(f"the directory of {target} does not exist")
         return None
+    if not target.is_file():
+        raise FileExistsError(f"{target} is not a regular file; answers are written to one, so that they can be kept")
+    if target.samefile(source):
+        raise FileExistsError(f"{target} is the input; name another file for the answers")
     if not resume:
         raise FileExistsError(f"{target} exists; --resume keeps its answers and goes on, or name another file")
-    if target.resolve() == source.resolve():
-        raise FileExistsError(f"{target} is the input; name another file for the answers")
-    whole = []
-    *lines, rest = target.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            answer = json.loads(line)
-            custom_id, error = answer["custom_id"], answer["error"]
-            _ = answer["response"]
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{target}, line {number}, is no answer to a request: name another file") from None
-        if error is None:
-            whole.append((str(custom_id), line))
-    if rest and not lines:
-        raise ValueError(f"{target} holds no answers: name another file")
-    partial = target.with_name(target.name + ".partial")
-    partial.write_bytes(b"".join(line + b"\n" for _, line in whole))
-    partial.replace(target)
-    return {custom_id for custom_id, _ in whole}
+    if not os.access(target, os.W_OK):
+        raise PermissionError(f"{target} may not be written")
+    return {custom_id for _, custom_id in _answers(target) if custom_id is not None}
 
 
-def _read(
-    generator: Generator, source: Path, answered: set[str], defaults: Mapping[str, Any]
-) -> Iterator[Line | tuple[str, str]]:
-    """Good lines, and (id, message) of bad ones."""
+def _answers(target: Path) -> Iterator[tuple[bytes, str | None]]:
+    """Lines, each with the id it answers; None for errors and for a last line that was not finished."""
+    with target.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                if number == 1:
+                    raise ValueError(f"{target} holds no answers: name another file")
+                yield line, None
+                return
+            try:
+                answer = json.loads(line)
+                custom_id, error, _ = answer["custom_id"], answer["error"], answer["response"]
+                if error is None and not isinstance(custom_id, str):
+                    raise TypeError
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise ValueError(f"{target}, line {number}, is no answer to a request: name another file") from None
+            yield line, custom_id if error is None else None
+
+
+def _drop_errors(target: Path) -> None:
+    """Takes out what is asked again: errors, and a last line that was not finished. At any moment the file is whole."""
+    if all(custom_id is not None for _, custom_id in _answers(target)):
+        return
+    file = target.resolve()  # replaced where it lies, so that links to it stay
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as out:
+            shutil.copymode(file, partial)
+            out.writelines(line for line, custom_id in _answers(target) if custom_id is not None)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)
+    except OSError as reason:
+        raise OSError(f"{target} cannot be rewritten: {reason.strerror}; it is as it was") from reason
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read(generator: Generator, source: Path, answered: set[str], defaults: Mapping[str, Any]) -> Iterator[Line | Bad]:
     seen: dict[str, int] = {}
-    with source.open(encoding="utf-8-sig", errors="replace") as file:
+    with source.open("rb") as file:
         for number, text in enumerate(file, 1):
+            if number == 1:
+                text = text.removeprefix(codecs.BOM_UTF8)
             if not text.strip():
                 continue
-            custom_id = f"line-{number}"
+            custom_id = None
             try:
-                line = json.loads(text)
-                if not isinstance(line, dict):
-                    raise ValueError(f"a line must be an object, got {type(line).__name__}")
-                if not isinstance(line.get("custom_id"), str) or not line["custom_id"]:
+                line = _object(text)
+                claimed = line.get("custom_id")
+                if not isinstance(claimed, str) or not claimed:
                     raise ValueError("custom_id must be a text")
-                custom_id = line["custom_id"]
-                if custom_id in seen:
-                    first, twice = seen[custom_id], custom_id
-                    custom_id = f"line-{number}"  # the id belongs to the answer of the first
-                    raise ValueError(f"custom_id {twice!r} is that of line {first} too")
+                if claimed in seen:
+                    raise ValueError(f"custom_id {claimed!r} is that of line {seen[claimed]} too")
+                custom_id = claimed
                 seen[custom_id] = number
                 if custom_id in answered:
                     continue
@@ -158,9 +209,35 @@ def _read(
                     raise ValueError(f"method must be POST, got {line['method']!r}")
                 url = line.get("url", openai.CHAT)
                 prompt, options = openai.request(url, line.get("body"))
-                yield Line(custom_id, url, generator.spec(prompt, **{**defaults, **options}))
+                try:
+                    spec = generator.spec(prompt, **{**_without_tau(defaults, options), **options})
+                except (ValueError, TypeError) as error:
+                    raise ValueError(openai.in_names_of(line["body"], str(error))) from None
+                yield Line(custom_id, url, spec)
             except (ValueError, TypeError, RecursionError) as error:
-                yield custom_id, f"line {number}: {error}"
+                yield Bad(custom_id, number, str(error))
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises ValueError saying what it is instead."""
+    try:
+        line = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte 0x{text[error.start]:02x} at {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read: nested too deeply") from None
+    except ValueError:  # Python converts no number that long
+        raise ValueError("a number has over 4,300 digits") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"a line must be an object, got {type(line).__name__}")
+    return line
+
+
+def _without_tau(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A default τ is meant for the default measure: as nats of entropy 0.95 would accept nearly everything."""
+    return {name: value for name, value in defaults.items() if name != "tau" or "measure" not in options}
 
 
 def _bar(shown: bool) -> Progress:
