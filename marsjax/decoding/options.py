@@ -101,5 +101,7 @@ def _widths(value: Any) -> tuple[int, ...]:
 
 
 def _fraction(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= 1):
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, float | numbers.Real) or not 0 <= float(value) <= 1:
         raise ValueError(f"{name} must be in 0..1, got {value!r}")

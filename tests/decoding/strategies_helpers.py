@@ -1,0 +1,71 @@
+"""The strategies that propose by more than a row of masks, and the generators these tests share."""
+
+import dataclasses
+import functools
+import random
+
+from decoding_helpers import MASK, PAD, pretrained
+
+from marsjax.data.problems import problem
+from marsjax.decoding import Generator
+
+LANES = 8
+MODELS = ("tiny_mars", "tiny_random")
+DRAFT = {"strategy": "speculative", "k": 3}
+STRATEGIES = {
+    "static": {"strategy": "tree", "widths": (3, 2)},
+    "dynamic": {"strategy": "tree", "k": 2, "block_complexity": 18},
+    "dynamic-lookup-mean": {
+        "strategy": "tree", "k": 2, "block_complexity": 18, "lookup": 3, "probe": "mean", "probe_lambda": 0.2,
+        "probe_velocity": 0.9,
+    },
+    "chain-zero": {"strategy": "chain", "k": 3, "probe": "zero"},
+    "comb-last": {"strategy": "comb", "k": 2, "probe": "last", "probe_velocity": 0.7},
+    "draft": DRAFT,
+    "draft-masks": DRAFT | {"draft_window": 2, "window": 3},
+    "lookup": {"strategy": "lookup", "k": 4},
+    "jacobi": {"strategy": "jacobi", "k": 3},
+    "block": {"strategy": "block", "cache_block": 6},
+}  # fmt: skip
+MOST = {"draft": 3, "draft-masks": 3, "lookup": 4, "jacobi": 3, "chain-zero": 3, "dynamic-lookup-mean": 3}  # or 2
+
+
+@functools.cache
+def marked(model):
+    """A `Pretrained` that knows its mask token."""
+    loaded = pretrained(model)
+    return loaded if model == "demo_mars" else dataclasses.replace(loaded, mask_id=MASK)
+
+
+@functools.cache
+def base(model, lanes=LANES):
+    forbidden = None if model == "demo_mars" else (MASK, PAD)
+    return Generator(marked(model), strategy="ar", prefill_chunk=16, lanes=lanes, forbidden=forbidden)
+
+
+@functools.cache
+def of(name, model="tiny_mars", lanes=LANES, draft=None):
+    """A strategy of the table, by its name. draft: the draft model; by default the other tiny one."""
+    options = STRATEGIES[name]
+    if options["strategy"] == "speculative":
+        other = {"tiny_mars": "tiny_random", "tiny_random": "tiny_mars"}.get(model, model)
+        options = options | {"draft": marked(draft or other)}
+    return base(model, lanes).with_strategy(**options)
+
+
+def prompts_of(model, number, seed=0):
+    """Questions of the model's language, and noise; from one token to 23."""
+    draw = random.Random(seed)
+
+    def one(i):
+        if model == "demo_mars":
+            return problem(seed, i, "test").question
+        if model == "tiny_mars" and i % 3:
+            return [50, draw.randrange(2, 12), draw.randrange(2, 12), draw.randrange(20, 24), 51]
+        return [draw.randrange(2, 64) for _ in range(draw.randrange(1, 24))]
+
+    return [one(i) for i in range(number)]
+
+
+def ids(results):
+    return [r.ids for r in results]
