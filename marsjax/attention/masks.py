@@ -1,4 +1,4 @@
-"""Who sees whom, as arithmetic on four integers a row. The only place where a mask is defined.
+"""Who sees whom in training, as arithmetic on four integers a row. The only place where that mask is defined.
 
 A row of the attention input is described by its stream, its position in its document, its block (`position // B`)
 and its segment (the document it belongs to within a packed row; 0 is padding). The functions work on numpy and jax

@@ -143,8 +143,8 @@ class Generator:
         top_p: float | Sequence[float] | None = None,
         seed: int | Sequence[int] | None = None,
         verification: str | Sequence[str] = "coupled",
-        stop: str | Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
+        stop: str | Sequence[str] | None = (),
+        stop_ids: Sequence[int] | None = (),
         ignore_eos: bool = False,
         raw: bool = False,
     ) -> Any:
@@ -161,11 +161,11 @@ class Generator:
           measure: confidence: "probability" of the token, "margin" between the two likeliest, "entropy" in nats.
             Of the model's own distribution at any temperature.
           max_new_tokens: limit; prompt and limit together must fit the model's positions.
-          temperature: 0 is greedy, ties to the lowest id. top_k, top_p: as usual; None, 0 and 1 keep all.
+          temperature: 0 is greedy, ties to the lowest id. top_k, top_p: as usual; None, 0 (or -1) and 1 keep all.
           seed: samples depend on it and on a token's position only, so equal prompts with equal seeds get equal
             answers: pass one a prompt for different ones. None draws them; each result says its own.
-          verification: how "chain" and "comb" verify when sampling, both exact in distribution. "coupled": the text
-            of a seed is that of "ar". "rejection": drafts are kept with the probability the model gives them.
+          verification: how drafts are verified when sampling, both ways exact in distribution. "coupled": the text of a
+            seed is that of "ar". "rejection": drafts are kept with the probability the model gives them.
           stop: strings that end the answer and are not part of it. stop_ids: further end tokens, which are.
           ignore_eos: end tokens are ordinary tokens. raw: texts are not put through the chat template.
         """
@@ -174,6 +174,8 @@ class Generator:
             top_k=top_k, top_p=top_p, seed=seed, verification=verification, stop=stop, stop_ids=stop_ids,
             ignore_eos=ignore_eos,
         )  # fmt: skip
+        if not specs:
+            return []
         with self._engine(min(len(specs), self.lanes)) as engine:
             results = run_all(engine, specs)
         return results[0] if single else results
@@ -189,6 +191,8 @@ class Generator:
     def spec(self, prompt: Any, *, raw: bool = False, **options: Any) -> Spec:
         """One prompt with its options, checked, for `Engine.submit`; options as in `generate`."""
         specs, single = self._specs(prompt, raw=raw, **options)
+        if not specs:
+            raise ValueError("the prompt is empty; it needs at least one token")
         if not single:
             raise ValueError(f"one prompt is wanted, got a list of {len(prompt)}")
         return specs[0]

@@ -94,7 +94,8 @@ class Attention(nnx.Module):
         self.head_dim = c.head_dim
 
     def __call__(self, x, cos, sin, attend: Attend, layer_state):
-        q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in self.project(x))
+        """x [N, S, D], or with its rows flattened [N*S, D]; cos, sin [N, S, 1, h/2]."""
+        q, k, v = (y.reshape(*cos.shape[:-2], -1, self.head_dim) for y in self.project(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         mixed, layer_state = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, layer_state)
@@ -227,7 +228,10 @@ def _scan(stack: Layer, x, cos, sin, attend, layer_states, remat):
 def _unroll(layers: Sequence[Layer], x, cos, sin, attend, layer_states):
     states = [None] * len(layers) if layer_states is None else layer_states
     new_states = []
+    # Rows flattened for all layers: with two leading axes XLA:TPU changes between the layouts of both in every layer.
+    shape = x.shape
+    x = x.reshape(-1, shape[-1])
     for layer, state in zip(layers, states, strict=True):
         x, state = layer(x, cos, sin, attend, state)
         new_states.append(state)
-    return x, new_states
+    return x.reshape(shape), new_states

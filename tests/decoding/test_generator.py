@@ -117,7 +117,7 @@ def test_unknown_option_names():
 def test_bad_generators():
     with pytest.raises(ValueError, match="window belongs to strategy mars or speculative, not to ar"):
         Generator(pretrained("tiny_mars"), strategy="ar", window=4)
-    with pytest.raises(ValueError, match="k belongs to strategies chain and comb"):
+    with pytest.raises(ValueError, match="k belongs to strategy chain or comb"):
         Generator(pretrained("tiny_mars"), strategy="mars", mask_id=MASK, k=4)
     with pytest.raises(ValueError, match="needs a mask token"):
         Generator(pretrained("tiny_mars"), strategy="mars")
