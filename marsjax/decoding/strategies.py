@@ -23,6 +23,7 @@ from marsjax.decoding.step import Strategy
 DEFAULT_WINDOW = DEFAULT_K = 4
 DEFAULT_DEPTH, DEFAULT_COMPLEXITY = 2, 30
 DEFAULT_LAMBDA, DEFAULT_CACHE_BLOCK = 0.1, 32
+FEW_TOKENS = 4  # more than the other, such as a mask, that a tokenizer of the same family may have however small it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _check_vocabulary(target: Target, draft: Any) -> None:
     ours, theirs = ({i: t for t, i in x.get_vocab().items()} for x in (target.tokenizer, draft.tokenizer))
     # What only one of them has, such as a mask, is no harm: it is never proposed, or proposed and not taken.
     differ = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
-    if differ or min(len(ours), len(theirs)) < 0.99 * max(len(ours), len(theirs)):
+    if differ or abs(len(ours) - len(theirs)) > max(FEW_TOKENS, 0.01 * len(ours)):
         example = f"; id {differ[0]} is {ours[differ[0]]!r} there and {theirs[differ[0]]!r} here" if differ else ""
         raise ValueError(
             f"the draft model has another vocabulary ({len(theirs)} tokens) than the target ({len(ours)}): "

@@ -84,7 +84,7 @@ def is_sure(row, token, tau, measure="probability"):
     return tau < 1 and (p[token] if measure == "probability" else first - second) >= tau
 
 
-# --- candidates → trees; a tree is a list of (parent's index or -1, token, whether τ accepts it) -----------------------
+# --- candidates → trees; a tree is a list of (index of the parent or -1, token, whether τ accepts it) ---
 
 
 def _best(p, width, parent_token):
@@ -252,7 +252,9 @@ def decode_jacobi(model, prompt, *, k, limit, end):
     return decode(model, prompt, propose, limit=limit, end=end, first=first)
 
 
-def decode_speculative(model, draft, prompt, *, k, limit, end, window=1, tau=1.0, draft_window=1, measure="probability"):
+def decode_speculative(
+    model, draft, prompt, *, k, limit, end, window=1, tau=1.0, draft_window=1, measure="probability"
+):
     def propose(known, tree, path, after):
         said = []
         while len(said) < k:

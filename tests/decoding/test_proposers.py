@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import strategies_reference as reference
 from decoding_helpers import END, MASK, PAD, pretrained
+from flax import nnx
 from strategies_helpers import LANES, MODELS, MOST, STRATEGIES, base, ids, marked, of, prompts_of
 
 from marsjax.decoding.proposers import trees
@@ -95,10 +96,124 @@ def test_equals_decoding_without_a_cache(name, model):
     """Tokens, forwards and accepted counts; of the mixture with τ too."""
     prompts, draw = prompts_of(model, 16, seed=3), random.Random(4)
     limits = [draw.randrange(1, 33) for _ in prompts]
-    measures = [draw.choice(("probability", "margin", "entropy") if name in MIXED else ("probability",)) for _ in limits]
+    measures = [
+        draw.choice(("probability", "margin", "entropy") if name in MIXED else ("probability",)) for _ in limits
+    ]
     taus = [draw.choice(TAUS[model][m]) if name in MIXED else None for m in measures]
     results = of(name, model).generate(prompts, max_new_tokens=limits, tau=taus, measure=measures)
     for prompt, limit, tau, measure, result in zip(prompts, limits, taus, measures, results, strict=True):
         how = {} if tau is None else {"tau": tau, "measure": measure}
         expected = expected_of(name, model, prompt, limit=limit, **how)
         assert (result.ids, result.chunks) == expected, (prompt, how, limit)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_the_block_cache_wait_for_each_other(model):
+    """Tokens, accepted counts and the forward that gave each, of batches in lock step."""
+    generator, draw, waited = of("block", model), random.Random(6), 0
+    for seed in range(3):
+        prompts = prompts_of(model, LANES, seed=seed)
+        limits = [draw.randrange(1, 33) for _ in prompts]
+        taus = [draw.choice(TAUS[model]["probability"]) for _ in prompts]
+        expected, by = reference.decode_block(
+            decoder(model), prompts, size=STRATEGIES["block"]["cache_block"], taus=taus, limits=limits, end=END
+        )
+        engine = generator.engine()
+        specs = zip(prompts, limits, taus, strict=True)
+        requests = [engine.submit(generator.spec(p, max_new_tokens=limit, tau=tau)) for p, limit, tau in specs]
+        engine.run()
+        assert [r.result.ids for r in requests] == expected
+        assert [[c for c in r.result.chunks if c] for r in requests] == [list(Counter(row).values()) for row in by]
+        assert [r.forwards for r in requests] == [row[-1] for row in by]
+        assert engine.statistics.steps == max(row[-1] for row in by)
+        waited += sum(row[-1] - len(set(row)) for row in by)
+    assert waited > 50
+
+
+# --- broken pieces: strategies verify, so what is wrong with a draft shows in the counts, never in the tokens ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled(trees.Dynamic):
+    def of(self, seen, controls, logits, noisy, last):
+        drafts = super().of(seen, controls, logits, noisy, last)
+        return dataclasses.replace(drafts, tokens=jnp.roll(drafts.tokens, 1, axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class NotRolledBack(DraftModel):
+    def observe(self, network, params, controls, mine, seen):
+        return mine
+
+
+def with_proposer(generator, proposer):
+    other = generator.with_strategy(strategy="ar")
+    strategy = dataclasses.replace(generator.runtime.strategy, proposer=proposer)
+    other.runtime = dataclasses.replace(generator.runtime, strategy=strategy)
+    return other
+
+
+def accepted(results):
+    return sum(len(r.ids) - r.forwards for r in results)
+
+
+@pytest.mark.parametrize("piece", ["the tree's order", "the draft model's cache"])
+def test_broken_drafts_cost_forwards_and_change_nothing(piece):
+    prompts, options = prompts_of("tiny_mars", 24), SETTINGS[1] | {"temperature": 0.7, "top_p": 1.0, "seed": range(24)}
+    good = of("dynamic") if piece == "the tree's order" else of("draft", draft="tiny_mars")
+    proposer = good.runtime.strategy.proposer
+    if piece == "the tree's order":
+        broken = dataclasses.replace(proposer, tree=Shuffled(**dataclasses.asdict(proposer.tree)))
+    else:
+        broken = NotRolledBack(**{f.name: getattr(proposer, f.name) for f in dataclasses.fields(proposer)})
+    right = good.generate(prompts, **options)
+    wrong = with_proposer(good, broken).generate(prompts, **options)
+    assert ids(wrong) == ids(right)
+    assert accepted(wrong) < 0.8 * accepted(right)
+
+
+# --- distributions ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def blurred():
+    """A draft model that is nearly the target: its drafts are often, but not always, kept."""
+    loaded = marked("tiny_mars")
+    model = nnx.clone(loaded.model)
+    scale = model.final_norm.scale
+    scale[...] = scale[...] * (1 + 0.3 * np.random.default_rng(0).standard_normal(scale.shape).astype(np.float32))
+    return dataclasses.replace(loaded, model=model)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", ["dynamic", "draft", "jacobi"])
+def test_distribution_of_two_tokens(name, verification):
+    """Chi-square of answers against the model's own distribution of the second and third token."""
+    prompt, temperature, draws, tokens = [50, 9, 4, 20, 51, 30], 4.0, 2048, 3
+    options = STRATEGIES[name] | ({"draft": blurred()} if name == "draft" else {})
+    results = base("tiny_mars").with_strategy(**options).generate(
+        [prompt] * draws, max_new_tokens=tokens, temperature=temperature, top_k=4, seed=range(draws), ignore_eos=True,
+        verification=verification,
+    )  # fmt: skip
+    seen = Counter(tuple(r.ids) for r in results)
+
+    def top4(ids):
+        logits = decoder("tiny_mars").logits(ids)[-1] / temperature
+        return reference.softmax(np.where(logits < np.sort(logits)[-4], -np.inf, logits))
+
+    expected = {(): float(draws)}
+    for _ in range(tokens):
+        expected = {
+            (*ids, int(token)): n * p[token]
+            for ids, n in expected.items()
+            for p in [top4([*prompt, *ids])]
+            for token in np.flatnonzero(p)
+        }
+    assert set(seen) <= set(expected)
+    cells = [ids for ids, n in expected.items() if n >= 5]
+    statistic = sum((seen[c] - expected[c]) ** 2 / expected[c] for c in cells)
+    rest = draws - sum(expected[c] for c in cells)
+    statistic += (draws - sum(seen[c] for c in cells) - rest) ** 2 / max(rest, 1)
+    assert len(cells) > 20
+    assert statistic < len(cells) + 5 * np.sqrt(2 * len(cells))  # 5 standard deviations
+    assert sum(len(r.chunks) < tokens for r in results) > 100  # drafts were accepted

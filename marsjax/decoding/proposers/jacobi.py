@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
+from marsjax.decoding import sampling
 from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.proposers.base import Proposer, Seen
 
@@ -28,5 +30,12 @@ class Jacobi(Proposer):
 
     def observe(self, network, params, controls, mine, seen: Seen):
         """The model's own choices, from the one behind the token emitted last; the final one fills up."""
+
+        def likeliest():
+            # Where rejection decides, `own` was drawn with the noise that would also replace it: no sample of p then.
+            best = sampling.greedy(seen.logits_of(seen.hidden[:, : self.k + 1]))
+            return jnp.where(controls.rejection[:, None], best, seen.own)
+
+        own = jax.lax.cond(controls.rejection.any(), likeliest, lambda: seen.own)
         rows = jnp.minimum(seen.accepted[:, None] + 1 + jnp.arange(self.k), self.k)
-        return jnp.take_along_axis(seen.own, rows, 1)
+        return jnp.take_along_axis(own, rows, 1)
