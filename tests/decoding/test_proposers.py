@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-# Accepted drafts a step that occur often; trees of lookup, and lookup itself, reach further only in a text that repeats.
+# Accepted drafts a step that occur often. Lookup reaches further only in a text that repeats itself.
 DEEPEST = {"draft": 3, "draft-masks": 3, "jacobi": 3, "chain-zero": 3, "block": 0, ("lookup", "tiny_random"): 1}
 
 
