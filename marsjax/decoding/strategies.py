@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from marsjax.decoding import network, plans
 from marsjax.decoding.block import BlockCache, Carry
@@ -170,8 +171,16 @@ def load_draft(target: Target, source: Any, dtype: Any) -> Draft:
     """
     from marsjax import weights
 
-    loaded = source if hasattr(source, "generation") else weights.load(source, layout="list", dtype=dtype)
+    places = getattr(target.embedding, "sharding", None)
+    mesh = places.mesh if isinstance(places, NamedSharding) else None
+    loaded = source if hasattr(source, "generation") else weights.load(source, layout="list", dtype=dtype, mesh=mesh)
     _check_vocabulary(target, loaded)
+    theirs, ours = (x.devices() for x in (loaded.model.embed_table.embedding[...], target.embedding))
+    if theirs != ours:
+        raise ValueError(
+            f"the draft model lies on {len(theirs)} devices and the target on {len(ours)} others: load both onto the "
+            "same mesh, or give the draft model's path"
+        )
     for path, value in nnx.to_flat_state(nnx.state(loaded.model)):
         if not bool(jnp.isfinite(value[...]).all()):
             raise ValueError(f"the draft model's weight {'.'.join(map(str, path))} is not finite; its file is damaged")
