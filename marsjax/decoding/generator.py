@@ -77,13 +77,13 @@ class Generator:
         if mask_id is not None and not 0 <= mask_id < self.config.vocab_size:
             raise ValueError(f"mask_id {mask_id} is outside the embedding table of {self.config.vocab_size} rows")
         ends = tuple(int(i) for i in eos_ids)
-        self._dtype = dtype
         embedding = model.embed_table.embedding[...]
+        net, params = network.split(model, dtype, consume=consume)
+        self._dtype = dtype
         self._target = strategies.Target(
-            self.config.vocab_size, self.config.hidden_size, embedding, tokenizer, mask_id, block_size
+            self.config.vocab_size, self.config.hidden_size, embedding, net, params, tokenizer, mask_id, block_size
         )
         built, proposer_params, max_positions = self._built(options, draft)
-        net, params = network.split(model, dtype, consume=consume)
         if prefill_chunk is None:
             prefill_chunk = 32 if net.for_cpu else 256
         self._engines: dict[int, list[Engine]] = {}  # at rest, by their number of lanes

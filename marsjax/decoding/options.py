@@ -3,6 +3,7 @@
 import dataclasses
 import numbers
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import arg
@@ -26,6 +27,9 @@ class Options:
       block_complexity: slots a tree feeds, (k + 1)(1 + its drafts), at most; 30 by default.
       widths: drafts at each depth of a tree of fixed form; by default the form follows their probabilities.
       lookup: of a tree's drafts, up to so many go to what followed these words before.
+      followers: weight, in a tree's candidates, of what followed the token before them in this text; 0.4 is good.
+      bigrams: file of what the model expects behind each single token, for a tree's candidates too; if there is none
+        it is made, by a forward pass of every token of the vocabulary.
       probe: ask a model that was never trained with masks (chain, comb, tree): what a mask is at first: the mean of
         the prompt, its last embeddings, a sample of the embedding table, or zero.
       probe_lambda: how far probing masks move to each new token; 0.1 by default.
@@ -40,6 +44,8 @@ class Options:
     block_complexity: int | None = None
     widths: tuple[int, ...] | None = None
     lookup: int | None = None
+    followers: float | None = None
+    bigrams: Path | None = None
     probe: Begin | None = None
     probe_lambda: Annotated[float | None, arg(aliases=["--lambda"])] = None
     probe_velocity: float | None = None
@@ -69,6 +75,7 @@ class Options:
         for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block"):
             if getattr(self, option) is not None:
                 positive(option, getattr(self, option))
+        _fraction("followers", self.followers)
         _fraction("probe_lambda", self.probe_lambda)
         _fraction("probe_velocity", self.probe_velocity)
 
@@ -79,6 +86,8 @@ OWNERS = {
     "block_complexity": ("tree",),
     "widths": ("tree",),
     "lookup": ("tree",),
+    "followers": ("tree",),
+    "bigrams": ("tree",),
     "probe": ("chain", "comb", "tree"),
     "probe_lambda": ("chain", "comb", "tree"),
     "probe_velocity": ("chain", "comb", "tree"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +18,11 @@ from marsjax.decoding.proposers import trees
 from marsjax.decoding.proposers.draft_model import DraftModel, DraftParams
 from marsjax.decoding.proposers.jacobi import Jacobi
 from marsjax.decoding.proposers.lookup import Lookup
-from marsjax.decoding.proposers.masks import Masks
+from marsjax.decoding.proposers.masks import MaskParams, Masks
+from marsjax.decoding.proposers.priors import Prior, bigrams
 from marsjax.decoding.proposers.probing import Probe, ProbeParams
 from marsjax.decoding.step import Strategy
+from marsjax.text.chat import render_prompt
 
 DEFAULT_WINDOW = DEFAULT_K = 4
 DEFAULT_DEPTH, DEFAULT_COMPLEXITY = 2, 30
@@ -34,6 +37,8 @@ class Target:
     vocab_size: int
     hidden_size: int
     embedding: Any  # [V, D]
+    network: Any = None
+    weights: Any = None
     tokenizer: Any = None
     mask_id: int | None = None
     block_size: int | None = None
@@ -120,7 +125,7 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
     if name == "speculative":
         assert draft is not None
         return _speculative(options, plan, draft)
-    probe, params = _probe(options, plan, target)
+    probe, probe_params = _probe(options, plan, target)
     tree: trees.Static | trees.Dynamic | None = None
     if name == "tree":
         widest = max(options.widths or (plan.drafts,))
@@ -134,12 +139,12 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
             if options.widths
             else trees.Dynamic(plan.drafts, plan.asks, options.lookup or 0)
         )
-    return Strategy(plan, Masks(plan, tree, probe)), params
+    return Strategy(plan, Masks(plan, tree, probe)), MaskParams(probe_params, _prior(options, target))
 
 
-def _probe(options: Options, plan: SlotPlan, target: Target) -> tuple[Probe | None, Any]:
+def _probe(options: Options, plan: SlotPlan, target: Target) -> tuple[Probe | None, ProbeParams | None]:
     if options.probe is None:
-        return None, ()
+        return None, None
     table = target.embedding
     mean, deviation = jnp.zeros(()), jnp.zeros(())
     if options.probe == "sample":
@@ -149,6 +154,16 @@ def _probe(options: Options, plan: SlotPlan, target: Target) -> tuple[Probe | No
     return Probe(plan.asks, target.hidden_size, options.probe), ProbeParams(
         np.float32(rate), np.float32(memory), mean, deviation
     )
+
+
+def _prior(options: Options, target: Target) -> Prior | None:
+    if options.followers is None and options.bigrams is None:
+        return None
+    ids = logp = None
+    if options.bigrams is not None:
+        prefix = render_prompt(target.tokenizer, [{"role": "user", "content": "?"}]) if target.tokenizer else []
+        ids, logp = bigrams(Path(options.bigrams), target.network, target.weights, prefix, target.vocab_size)
+    return Prior(None if options.followers is None else np.float32(options.followers), ids, logp)
 
 
 def _speculative(options: Options, plan: SlotPlan, draft: Draft) -> tuple[Strategy, DraftParams]:

@@ -12,7 +12,8 @@ from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.plans import SlotPlan
 from marsjax.decoding.proposers import trees
 from marsjax.decoding.proposers.base import Proposer, Seen
-from marsjax.decoding.proposers.probing import Probe
+from marsjax.decoding.proposers.priors import Prior
+from marsjax.decoding.proposers.probing import Probe, ProbeParams
 from marsjax.decoding.step import sampling_of
 
 
@@ -21,6 +22,13 @@ from marsjax.decoding.step import sampling_of
 class MaskState:
     drafts: Drafts  # for the next step
     vectors: Any  # of the probe; () where the masks are a token of their own
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskParams:
+    probe: ProbeParams | None = None
+    prior: Prior | None = None  # of a tree's candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Masks(Proposer):
     def prefill(self, network, chunk, params, state, max_chunks):
         if self.probe is None:
             return state
-        vectors = self.probe.prefill(network, params, state, state.proposer.vectors)
+        vectors = self.probe.prefill(network, params.target, params.proposer.probe, state, state.proposer.vectors)
         return dataclasses.replace(state, proposer=dataclasses.replace(state.proposer, vectors=vectors))
 
     def propose(self, params, controls, state):
@@ -70,10 +78,10 @@ class Masks(Proposer):
         else:
             last = jnp.take_along_axis(seen.emitted, jnp.maximum(seen.taken - 1, 0)[:, None], 1)[:, 0]
             noisy = sampling.perturbed(logits, positions, **how)
-            made = self.tree.of(seen, controls, logits, noisy, last)
+            made = self.tree.of(seen, controls, logits, noisy, last, params.proposer.prior)
         vectors = mine.vectors
         if self.probe is not None:
-            vectors = self.probe.observe(network, params, vectors, seen)
+            vectors = self.probe.observe(network, params.target, params.proposer.probe, vectors, seen)
         return MaskState(made.only(fits), vectors)
 
     def _asked(self, seen: Seen) -> tuple[jax.Array, jax.Array]:

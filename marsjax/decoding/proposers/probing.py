@@ -47,18 +47,18 @@ class Probe:
         ahead = 1 + jnp.arange(self.k, dtype=jnp.float32)[:, None]
         return mine.vector + ahead * mine.velocity[:, None]
 
-    def prefill(self, network, params, state, mine: ProbeState) -> ProbeState:
+    def prefill(self, network, weights, probe: ProbeParams, state, mine: ProbeState) -> ProbeState:
         """First vectors of lanes whose prompt was committed just now."""
         place = jnp.arange(state.tokens.shape[1])
         if self.begin == "mean":
             in_prompt = (place < state.prompt[:, None]).astype(jnp.float32)
-            embedded = network.embed(params.target, state.tokens) * in_prompt[..., None]
+            embedded = network.embed(weights, state.tokens) * in_prompt[..., None]
             vector = (embedded.sum(1) / state.prompt[:, None].astype(jnp.float32))[:, None]
         elif self.begin == "last":
             at = jnp.maximum(state.prompt[:, None] - self.k + jnp.arange(self.k), 0)
-            vector = network.embed(params.target, jnp.take_along_axis(state.tokens, at, 1))
+            vector = network.embed(weights, jnp.take_along_axis(state.tokens, at, 1))
         elif self.begin == "sample":
-            shape, probe = (self.k, self.hidden_size), params.proposer
+            shape = (self.k, self.hidden_size)
 
             def draw(length):
                 return probe.mean + probe.deviation * jax.random.normal(jax.random.key(length), shape)
@@ -72,11 +72,11 @@ class Probe:
             jnp.where(new, 0.0, mine.velocity),
         )
 
-    def observe(self, network, params, mine: ProbeState, seen: Seen) -> ProbeState:
+    def observe(self, network, weights, probe: ProbeParams, mine: ProbeState, seen: Seen) -> ProbeState:
         """m ← m + λ (e − m) and v ← β v + (1 − β)(e − e before) for every token the step emitted."""
         last = jnp.take_along_axis(seen.state.tokens, seen.state.length[:, None] - 1, 1)
-        embedded = network.embed(params.target, jnp.concatenate([last, seen.emitted], 1))
-        probe, vector, velocity = params.proposer, mine.vector, mine.velocity
+        embedded = network.embed(weights, jnp.concatenate([last, seen.emitted], 1))
+        vector, velocity = mine.vector, mine.velocity
         for i in range(seen.emitted.shape[1]):
             there = (i < seen.taken)[:, None]
             e, before = embedded[:, i + 1], embedded[:, i]

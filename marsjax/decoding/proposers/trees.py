@@ -1,6 +1,7 @@
 """How the candidates of k masks become a tree of N drafts (arXiv 2603.17942)."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from marsjax.decoding import acceptance, sampling
 from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.proposers import lookup
+from marsjax.decoding.proposers.priors import Prior
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Static:
 
     widths: tuple[int, ...]
 
-    def of(self, seen, controls, logits, noisy, last) -> Drafts:
-        tokens, _ = _candidates(noisy, last, self.widths)
+    def of(self, seen, controls, logits, noisy, last, prior: Prior | None) -> Drafts:
+        tokens, _ = _candidates(noisy, last, self.widths, _given(prior, logits, seen))
         first = _first_of_each(self.widths)
         flat = jnp.concatenate(tokens, 1)
         confidence = _unsure(flat).at[:, first].set(_confidence(controls, logits, tokens, last))
@@ -37,9 +39,9 @@ class Dynamic:
     depth: int
     lookup: int = 0
 
-    def of(self, seen, controls, logits, noisy, last) -> Drafts:
+    def of(self, seen, controls, logits, noisy, last, prior: Prior | None) -> Drafts:
         rows, widths = last.shape[0], tuple(self.nodes - i for i in range(self.depth))
-        tokens, logp = _candidates(noisy, last, widths)
+        tokens, logp = _candidates(noisy, last, widths, _given(prior, logits, seen))
         sure = _confidence(controls, logits, tokens, last)
         path = jnp.zeros((rows, 1))
         scores, confidence, parents = [], [], []
@@ -103,19 +105,35 @@ def _confidence(controls, logits: jax.Array, tokens: list[jax.Array], last: jax.
     return jnp.where(passed_over & (controls.measure != acceptance.PROBABILITY)[:, None], jnp.nan, sure)
 
 
-def _candidates(noisy: jax.Array, last: jax.Array, widths: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+def _given(prior: Prior | None, logits: jax.Array, seen) -> Callable[[int, jax.Array], jax.Array] | None:
+    """How much likelier [N, V] mask i's candidates are, in log, once the token before them [N] is known."""
+    if prior is None:
+        return None
+    logp, text = jax.nn.log_softmax(logits, axis=-1), _with(seen)
+
+    def gain(i, before):
+        alone = logp[:, i]  # -inf where it may not be emitted
+        return jnp.where(jnp.isneginf(alone), 0.0, prior.mixed(alone, before, text, seen.length) - alone)
+
+    return gain
+
+
+def _candidates(
+    noisy: jax.Array, last: jax.Array, widths: tuple[int, ...], gain: Callable[[int, jax.Array], jax.Array] | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """The best tokens [N, width] of each mask and their log-probabilities; a parent's own token is passed over.
 
     Args:
-      noisy: [N, k, V], scores to rank by. last: [N] int32, the token the tree hangs on.
+      noisy: [N, k, V], scores to rank by. last: [N] int32, the token the tree hangs on. gain: see `_given`.
     """
-    logp = jax.nn.log_softmax(noisy, axis=-1)
     ids, tokens, scores = jnp.arange(noisy.shape[-1]), [], []
     for i, width in enumerate(widths):
-        score, token = jax.lax.top_k(jnp.where(ids == last[:, None], -jnp.inf, logp[:, i]), width)
+        known = noisy[:, i] if gain is None else noisy[:, i] + gain(i, last)
+        logp = jnp.where(ids == last[:, None], -jnp.inf, jax.nn.log_softmax(known, axis=-1))
+        score, token = jax.lax.top_k(logp, width)
         tokens.append(token.astype(jnp.int32))
         scores.append(score)
-        last = token[:, 0]
+        last = tokens[-1][:, 0]
     return tokens, scores
 
 
