@@ -1,9 +1,11 @@
 """The strategies that propose by more than a row of masks, and the generators these tests share."""
 
+import contextlib
 import dataclasses
 import functools
 import random
 
+import jax
 import numpy as np
 from decoding_helpers import MASK, PAD, pretrained
 from flax import nnx
@@ -13,7 +15,7 @@ from marsjax.decoding import Generator
 
 LANES = 8
 MODELS = ("tiny_mars", "tiny_random")
-DRAFT = {"strategy": "speculative", "k": 3}
+DRAFT = {"strategy": "speculative", "k": 2}
 STRATEGIES = {
     "static": {"strategy": "tree", "widths": (3, 2)},
     "dynamic": {"strategy": "tree", "k": 2, "block_complexity": 18},
@@ -21,10 +23,10 @@ STRATEGIES = {
         "strategy": "tree", "k": 2, "block_complexity": 18, "lookup": 3, "probe": "mean", "probe_lambda": 0.2,
         "probe_velocity": 0.9,
     },
-    "chain-zero": {"strategy": "chain", "k": 3, "probe": "zero"},
-    "comb-last": {"strategy": "comb", "k": 2, "probe": "last", "probe_velocity": 0.7},
+    "chain-last": {"strategy": "chain", "k": 2, "probe": "last", "probe_velocity": 0.7},
+    "static-zero": {"strategy": "tree", "widths": (2, 1), "probe": "zero"},
     "draft": DRAFT,
-    "draft-masks": DRAFT | {"draft_window": 2, "window": 3},
+    "draft-masks": {"strategy": "speculative", "k": 3, "draft_window": 2, "window": 3},
     "lookup": {"strategy": "lookup", "k": 4},
     "jacobi": {"strategy": "jacobi", "k": 3},
     "block": {"strategy": "block", "cache_block": 6},
@@ -78,3 +80,13 @@ def prompts_of(model, number, seed=0):
 
 def ids(results):
     return [r.ids for r in results]
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Programs that a test needs for itself alone: compiling them well takes longer than running them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)

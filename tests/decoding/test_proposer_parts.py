@@ -40,7 +40,7 @@ def grown(tree, logits, texts, lengths, measure=0):
     )
     last = np.take_along_axis(texts, lengths[:, None] - 1, 1)[:, 0]
     controls = SimpleNamespace(measure=jnp.full(rows, measure))
-    return jax.jit(lambda x: tree.of(seen, controls, x, x, jnp.asarray(last)))(jnp.asarray(logits, jnp.float32))
+    return jax.jit(lambda x: tree.of(seen, controls, x, x, jnp.asarray(last), None))(jnp.asarray(logits, jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def started(begin, prompts, k=3):
     state = SimpleNamespace(
         tokens=jnp.asarray(tokens), prompt=lengths, forwards=jnp.asarray([0] * (len(prompts) - 1) + [4])
     )
-    everything = SimpleNamespace(target=params, proposer=ProbeParams(0.1, 1.0, table.mean(0), table.std(0)))
-    return table, np.asarray(probe.prefill(network, everything, state, probe.start(len(prompts))).vector)
+    how = ProbeParams(0.1, 1.0, table.mean(0), table.std(0))
+    return table, np.asarray(probe.prefill(network, params, how, state, probe.start(len(prompts))).vector)
 
 
 @pytest.mark.parametrize("begin", ["mean", "last", "zero"])
@@ -116,5 +116,5 @@ def test_a_model_without_a_mask_token_is_probed_with_the_paper_s_rate():
     plain = dataclasses.replace(pretrained("tiny_random"), mask_id=None)
     tree = Generator(plain, strategy="tree", probe="zero", lanes=8)
     assert tree.runtime.strategy.proposer.probe.begin == "zero"
-    assert tree.runtime.params.proposer.memory == 1
-    assert float(tree.runtime.params.proposer.rate) == np.float32(0.1)
+    assert tree.runtime.params.proposer.probe.memory == 1
+    assert float(tree.runtime.params.proposer.probe.rate) == np.float32(0.1)
