@@ -168,19 +168,25 @@ def accepted(results):
     return sum(len(r.ids) - r.forwards for r in results)
 
 
-@pytest.mark.parametrize("piece", ["the tree's order", "the draft model's cache"])
-def test_broken_drafts_cost_forwards_and_change_nothing(piece):
-    prompts, options = prompts_of("tiny_mars", 24), SETTINGS[1] | {"temperature": 0.7, "top_p": 1.0, "seed": range(24)}
-    good = of("dynamic") if piece == "the tree's order" else of("draft", draft="tiny_mars")
+def test_a_shuffled_tree_costs_forwards_and_changes_nothing():
+    good, prompts = of("dynamic"), prompts_of("tiny_mars", 24)
     proposer = good.runtime.strategy.proposer
-    if piece == "the tree's order":
-        broken = dataclasses.replace(proposer, tree=Shuffled(**dataclasses.asdict(proposer.tree)))
-    else:
-        broken = NotRolledBack(**{f.name: getattr(proposer, f.name) for f in dataclasses.fields(proposer)})
-    right = good.generate(prompts, **options)
-    wrong = with_proposer(good, broken).generate(prompts, **options)
+    broken = dataclasses.replace(proposer, tree=Shuffled(**dataclasses.asdict(proposer.tree)))
+    options = {"max_new_tokens": 32, "temperature": 0.7, "seed": range(24)}
+    right, wrong = (g.generate(prompts, **options) for g in (good, with_proposer(good, broken)))
     assert ids(wrong) == ids(right)
     assert accepted(wrong) < 0.8 * accepted(right)
+
+
+def test_a_draft_cache_of_another_text_costs_forwards_and_changes_nothing():
+    """Few of them: one stale entry is seldom seen to matter."""
+    good, prompts = of("draft"), prompts_of("tiny_mars", 24)
+    proposer = good.runtime.strategy.proposer
+    broken = NotRolledBack(**{f.name: getattr(proposer, f.name) for f in dataclasses.fields(proposer)})
+    options = {"max_new_tokens": 32, "ignore_eos": True}
+    right, wrong = (g.generate(prompts, **options) for g in (good, with_proposer(good, broken)))
+    assert ids(wrong) == ids(right)
+    assert accepted(wrong) < accepted(right)
 
 
 # --- distributions ---------------------------------------------------------------------------------------------------
