@@ -28,6 +28,7 @@ from marsjax.evaluation import sweep
 
 LIMIT = 96
 CACHE_BLOCKS = (4, 8, 16, 32, 64, 128, 256)
+WINDOWS = (8, 16, 32)
 
 
 class Line:
@@ -83,12 +84,14 @@ def table_5(mars: Generator, held_out: list[Problem], tau: float, rounds: int) -
     for batch in (4, 8, 16):
         lines = {
             "ar": Line(mars.with_strategy(strategy="ar"), batch),
-            "cursor (mars, W = 4)": Line(mars.with_strategy(strategy="mars", window=4), batch, tau),
+            "cursor, W = 4": Line(mars.with_strategy(strategy="mars", window=4), batch, tau),
         }
+        for window in WINDOWS:  # what a block's masks reach for, at the same τ
+            lines[f"cursor, W = {window}"] = Line(mars.with_strategy(strategy="mars", window=window), batch, tau)
         for size in CACHE_BLOCKS:
             lines[f"block, {size}"] = Line(mars.with_strategy(strategy="block", cache_block=size), batch, tau)
         measured(lines, held_out, rounds)
-        ar, cursor = lines["ar"], lines["cursor (mars, W = 4)"]
+        ar, cursor = lines["ar"], lines["cursor, W = 4"]
         table(
             ("batch", "cache", "forwards of a batch", "× cursor", "tokens/s", "× ar", "slots a step", "right", "= ar"),
             [

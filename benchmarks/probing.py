@@ -8,7 +8,8 @@
 Since a verified strategy's text is AR's, what it accepts can be told from AR's text: `sweep` asks the masks behind
 every position of it at once and plays the steps. `decode` lets the engine do it, and says which answers are AR's.
 Prompts are dealt out to two halves, one by one in each category: choose on the one, report on the other. Acceptance
-length is tokens a forward. Everything float32 but `bf16`. `sweep` knows the bigrams that `decode` has made.
+length is tokens a forward. Everything float32 but `bf16`. `sweep` knows the bigrams that `decode` has made. It is exact
+where masks stay as they are (λ = 0, no velocity); else the engine's know one accepted draft less, or a few.
 """
 
 import collections
@@ -31,6 +32,7 @@ from marsjax import weights
 from marsjax.attention import dense
 from marsjax.decoding import requests
 from marsjax.decoding.generator import Generator
+from marsjax.decoding.proposers.priors import EXPONENT, FLOOR, LATEST
 
 Answers = list[dict[str, Any]]  # category, half, prompt (ids), ids
 
@@ -70,9 +72,10 @@ class Args:
 Flags = Annotated[Args, tyro.conf.arg(name="")]
 
 
-def answers_of_ar(args: Args, generator: Generator) -> Answers:
+def answers_of_ar(args: Args, generator: Generator, dtype: Any = jnp.float32) -> Answers:
     """AR's answers, made once."""
-    kept = args.work / "ar.json"
+    about = f"{Path(args.source).name}-{jnp.dtype(dtype)}-{args.large}-{args.small}-{args.longest}-{args.new_tokens}"
+    kept = args.work / f"{about}.json"
     if kept.exists():
         return json.loads(kept.read_text())
     by_category: dict[str, list[list[int]]] = collections.defaultdict(list)
@@ -210,7 +213,9 @@ def grown(logp, ids, known: list[int], nodes: int, prior: Prior | None) -> set[t
     return {path for _, path in sorted(candidates, key=lambda c: -c[0])[:nodes]}
 
 
-def prior_of(followers: float, bigrams: tuple[np.ndarray, np.ndarray] | None) -> Prior:
+def prior_of(
+    followers: float, bigrams: tuple[np.ndarray, np.ndarray] | None = None, exponent: float = EXPONENT
+) -> Prior:
     """`marsjax.decoding.proposers.priors.Prior`, of the 64 likeliest tokens of a mask and what the priors add."""
 
     def prior(p, tokens, before, known):
@@ -218,11 +223,11 @@ def prior_of(followers: float, bigrams: tuple[np.ndarray, np.ndarray] | None) ->
         if bigrams is not None:
             expected = dict(zip(bigrams[0][before].tolist(), bigrams[1][before].tolist(), strict=True))
             least = p[-1] - 1
-            mass = {t: mass.get(t, least) + 0.5 * expected.get(t, -12.0) for t in {*mass, *expected}}
+            mass = {t: mass.get(t, least) + exponent * expected.get(t, FLOOR) for t in {*mass, *expected}}
         total = np.logaddexp.reduce(np.fromiter(mass.values(), float)) if bigrams is not None else 0.0
         share = {t: np.exp(x - total) for t, x in mass.items()}
         text = np.asarray(known)
-        after = text[1:][text[:-1] == before]
+        after = text[1:][text[:-1] == before][-LATEST:]
         if followers and len(after):
             share = {t: (1 - followers) * x for t, x in share.items()}
             for t in after.tolist():
@@ -250,9 +255,9 @@ def sweep(args: Flags) -> None:
         settings += [(f"{start}, λ = {rate}", (start, rate, 1.0), None) for rate in (0.0, 0.1, 0.3)]
     settings += [(f"mean, λ = 0, velocity {beta}", ("mean", 0.0, beta), None) for beta in (0.99, 0.9999)]
     zero = ("zero", 0.0, 1.0)
-    settings += [(f"zero, λ = 0, followers {w}", zero, prior_of(w, None)) for w in (0.2, 0.4, 0.6)]
+    settings += [(f"zero, λ = 0, followers {w}", zero, prior_of(w)) for w in (0.2, 0.4, 0.6)]
     if bigrams is not None:
-        settings += [("zero, λ = 0, bigrams", zero, prior_of(0.0, bigrams))]
+        settings += [(f"zero, λ = 0, bigrams^{e}", zero, prior_of(0.0, bigrams, e)) for e in (0.3, 0.5, 0.7, 1.0)]
         settings += [("zero, λ = 0, followers 0.4, bigrams", zero, prior_of(0.4, bigrams))]
     settings = [one for one in settings if not args.only or any(o in one[0] for o in args.only)]
     rows, cache = [], {}
@@ -326,7 +331,7 @@ def bf16(args: Flags) -> None:
     there."""
     pretrained = weights.load(args.source, dtype=jnp.bfloat16)
     base = Generator(pretrained, strategy="ar", lanes=args.lanes, dtype=jnp.bfloat16)
-    answers = answers_of_ar(args, base)
+    answers = answers_of_ar(args, base, jnp.bfloat16)
     prompts = [one["prompt"] for one in answers]
     began = time.perf_counter()
     ar = base.generate(prompts, max_new_tokens=args.new_tokens)

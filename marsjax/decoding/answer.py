@@ -32,6 +32,11 @@ class Answer:
         return [len(list(run)) for _, run in groupby(self._emitted_by)]
 
     @property
+    def forwards(self) -> int:
+        """The row's forwards up to the one that gave its last returned token."""
+        return self._emitted_by[-1] if self._emitted_by else 0
+
+    @property
     def final(self) -> int:
         """How many ids nothing can take back: all, or with stop strings those whose text is shown."""
         if self._stops is None:

@@ -9,6 +9,7 @@ instead, so that nobody waits and a step feeds 2 W - 1 slots.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from marsjax.decoding import acceptance, plans, sampling
@@ -29,12 +30,20 @@ class Carry(Proposer):
     def prefill(self, network, chunk, params, state, max_chunks):
         """Commits the prompt's last token too."""
         new = (state.forwards == 0) & (state.cursor == state.prompt - 1)
+
+        def commit(state):
+            return self._committed(network, params, state, new)
+
+        return jax.lax.cond(new.any(), commit, lambda state: state, state)
+
+    def _committed(self, network, params, state, new):
         last = jnp.take_along_axis(state.tokens, state.prompt[:, None] - 1, 1)
         one = jnp.ones((last.shape[0], 1, 1), bool)
         attend = attend_cache_and_slots(state.cursor, one)
         hidden, slots = network.forward(params.target, last, state.prompt[:, None] - 1, attend, state.cache)
         logits = network.unembed(params.target, hidden)[:, 0]
-        cache = network.commit(state.cache, slots, jnp.zeros_like(state.cursor), 1, state.cursor, new)
+        writes = new & (jnp.argmax(logits, -1) >= 0)  # out of the logits, as in `step`
+        cache = network.commit(state.cache, slots, jnp.zeros_like(state.cursor), 1, state.cursor, writes)
         carry = jnp.where(new[:, None], logits, state.proposer)
         return dataclasses.replace(state, cache=cache, cursor=state.cursor + new, proposer=carry)
 

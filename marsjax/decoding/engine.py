@@ -221,7 +221,7 @@ class Engine:
     def warm_up(self, longest: int) -> None:
         """Compile everything that requests of up to `longest` tokens (prompt + limit) can need, ahead of them.
 
-        Six programs for each cache length up to there. With jax's compilation cache a second start only reads them.
+        Seven programs for each cache length up to there. With jax's compilation cache a second start only reads them.
         """
         if positive("longest", longest) > (most := self._runtime.max_positions):
             raise ValueError(f"longest={longest} is beyond the model's {most} positions")
@@ -349,7 +349,8 @@ class Engine:
             stop=answer.stop,
             chunks=answer.chunks,
             seed=int(spec.seed),
-            draft_forwards=len(answer.chunks) * self._runtime.strategy.proposer.forwards,
+            forwards=answer.forwards,
+            draft_forwards=answer.forwards * self._runtime.strategy.proposer.draft_forwards,
             seconds=request.seconds,
             prefill_seconds=request.prefill_seconds,
         )

@@ -111,6 +111,8 @@ class Generator:
         """
         from marsjax import weights
 
+        known = {field.name for field in dataclasses.fields(Options)}
+        strategies.check(Options(**{k: v for k, v in options.items() if k in known}), options.get("draft") is not None)
         return cls(weights.load(source, layout="list", dtype=dtype, mesh=mesh), dtype=dtype, consume=True, **options)
 
     def with_strategy(self, *, draft: Any = None, **strategy: Any) -> "Generator":
@@ -223,6 +225,7 @@ class Generator:
 
     def _built(self, options: Options, draft: Any) -> tuple[Any, Any, int]:
         """(strategy, params of its proposer, positions both models have)."""
+        strategies.check(options, draft is not None)
         ready = None if draft is None else strategies.load_draft(self._target, draft, self._dtype)
         built, params = strategies.build(options, self._target, ready)
         most = self.config.max_positions

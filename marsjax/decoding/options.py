@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from tyro.conf import arg
 
+MOST_SLOTS = 2048  # of a plan; more than any step should be fed
 Name = Literal["auto", "ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block"]
 Begin = Literal["mean", "last", "sample", "zero"]
 
@@ -22,8 +23,8 @@ class Options:
         lookup (the text so far guesses), jacobi, block (mars with the paper's cache), or auto: mars if the model allows
         it.
       window: predictions a forward pass (mars, speculative); by default the block size of training (speculative: 1).
-      k: drafts in a row (chain, comb, speculative, lookup, jacobi), depth of a tree; by default the block size of
-        training, else 4; 2 for a tree.
+      k: drafts in a row (chain, comb, speculative, lookup, jacobi), depth of a tree; by default 4 (chain and comb: the
+        block size of training, if there is one), 2 for a tree.
       block_complexity: slots a tree feeds, (k + 1)(1 + its drafts), at most; 30 by default.
       widths: drafts at each depth of a tree of fixed form; by default the form follows their probabilities.
       lookup: of a tree's drafts, up to so many go to what followed these words before.
@@ -73,8 +74,8 @@ class Options:
         if self.probe is None and (self.probe_lambda is not None or self.probe_velocity is not None):
             raise ValueError("probe_lambda and probe_velocity are of probing masks; say probe as well")
         for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block"):
-            if getattr(self, option) is not None:
-                positive(option, getattr(self, option))
+            if getattr(self, option) is not None and positive(option, getattr(self, option)) > MOST_SLOTS:
+                raise ValueError(f"{option} must be at most {MOST_SLOTS}, got {getattr(self, option)}")
         _fraction("followers", self.followers)
         _fraction("probe_lambda", self.probe_lambda)
         _fraction("probe_velocity", self.probe_velocity)
@@ -106,7 +107,10 @@ def positive(name: str, value: Any) -> int:
 def _widths(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ValueError(f"widths must be the drafts at each depth, such as (3, 2), got {value!r}")
-    return tuple(positive("the width of a tree", width) for width in value)
+    widths = tuple(positive("the width of a tree", width) for width in value)
+    if sum(widths) > MOST_SLOTS:
+        raise ValueError(f"widths must not add up to more than {MOST_SLOTS}, got {sum(widths)}")
+    return widths
 
 
 def _fraction(name: str, value: Any) -> None:

@@ -21,9 +21,10 @@ def draw(plan: SlotPlan) -> str:
     widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows)]
     behind = f"{plan.pending} pending" + (f", {plan.drafts} drafts" if plan.drafts else "")
-    masks = plan.size - plan.commits
+    masks = plan.masks
     about = f"{plan.name}: {plan.size} {_many('slot', plan.size)} ({behind}, {masks} {_many('mask', masks)}), "
     about += f"up to {plan.window} {_many('token', plan.window)} a forward"
+    about += "; an example, the form follows the probabilities" * plan.dynamic
     return "\n".join([about, "", *(line.rstrip() for line in lines)])
 
 
@@ -40,7 +41,7 @@ def _use(plan: SlotPlan, slot: int) -> str:
     if slot == plan.root:
         return f"{following}, taken always"
     if slot in plan.heads:
-        return f"{following}, taken if all drafts up to here are right"
+        return f"{following}, taken if all drafts {'up to here' if plan.is_chain else 'on its path'} are right"
     for head, group in enumerate(plan.groups):
         if slot in group:
             last = f"{head} of {plan.drafts} were right" if plan.is_chain else f"{_head(head)} is accepted last"

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marsjax.decoding.options import positive
+from marsjax.decoding.options import MOST_SLOTS, positive
 
 TOKEN, DRAFT, MASK = 0, 1, 2
-MOST_SLOTS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +49,8 @@ class SlotPlan:
             raise ValueError(
                 f"{self.name} would feed {self.size} slots a forward pass; at most {MOST_SLOTS}: lower its sizes"
             )
+        if self.dynamic and self.pending > 1:
+            raise ValueError(f"plan {self.name}: a dynamic tree hangs on one pending token, got {self.pending}")
         expected = (TOKEN,) * self.pending + (DRAFT,) * self.drafts
         if self.pending < 1 or self.kinds[: len(expected)] != expected:
             raise ValueError(f"plan {self.name}: pending tokens come first, then drafts, then masks, got {self.kinds}")
@@ -125,7 +126,7 @@ class SlotPlan:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no slot but a head has two drafts behind it: the drafts are one run."""
+        """Whether no head has two drafts behind it: they are one run."""
         return not self.dynamic and self.reach == self.drafts
 
     def with_pending(self, pending: int) -> "SlotPlan":
@@ -177,10 +178,9 @@ class SlotPlan:
         owner = np.zeros(self.size, np.int32)
         for head, slot in enumerate(self.heads):
             owner[[slot, *self.groups[head]]] = head
-        drafts_at = np.asarray(self.heads[1:])
-        return (
-            jnp.broadcast_to(self.sees, (rows, self.size, self.size)).at[:, :, drafts_at].set(ancestors[:, owner, 1:])
-        )
+        behind = slice(self.root + 1, self.root + 1 + drafts)
+        everything = jnp.broadcast_to(self.sees, (rows, self.size, self.size))
+        return everything.at[:, :, behind].set(ancestors[:, owner, 1:])
 
 
 def ar() -> SlotPlan:
@@ -208,10 +208,10 @@ def comb(k: int) -> SlotPlan:
     Whatever is accepted, k masks stand behind it: every step has k drafts.
     """
     positive("k", k)
-    return dataclasses.replace(tree((1,) * k), name="comb")
+    return tree((1,) * k, name="comb")
 
 
-def tree(widths: tuple[int, ...], *, masks: int | None = None, dynamic: bool = False) -> SlotPlan:
+def tree(widths: tuple[int, ...], *, masks: int | None = None, dynamic: bool = False, name: str = "tree") -> SlotPlan:
     """A tree of N = Σ widths drafts; k masks behind the root and every draft; S = (k + 1)(N + 1).
 
     `widths[i]` drafts at depth i + 1, all behind the first one of the depth before (arXiv 2603.17942). k is `masks`, or
@@ -228,7 +228,7 @@ def tree(widths: tuple[int, ...], *, masks: int | None = None, dynamic: bool = F
         first = len(parents)
         parents += [head, *range(first, first + k - 1)]
     kinds = (TOKEN,) + (DRAFT,) * drafts + (MASK,) * (len(parents) - drafts - 1)
-    return SlotPlan("tree", pending=1, kinds=kinds, parents=tuple(parents), dynamic=dynamic)
+    return SlotPlan(name, pending=1, kinds=kinds, parents=tuple(parents), dynamic=dynamic)
 
 
 def speculative(k: int, window: int = 1, *, name: str = "speculative") -> SlotPlan:
@@ -247,10 +247,10 @@ def speculative(k: int, window: int = 1, *, name: str = "speculative") -> SlotPl
 
 def drafted(k: int, name: str) -> SlotPlan:
     """k drafts in a row that come from elsewhere, and no masks; S = k + 1."""
-    return dataclasses.replace(speculative(positive("k", k)), name=name, continues=False)
+    return dataclasses.replace(speculative(positive("k", k), name=name), continues=False)
 
 
 def block(size: int) -> SlotPlan:
-    """A block of the paper's cache, drawn as its first forward: masks only."""
+    """A block of the paper's cache, as it is fed when one of its tokens is known."""
     kinds = (TOKEN,) + (MASK,) * (positive("cache_block", size) - 1)
     return SlotPlan("block", pending=1, kinds=kinds, parents=tuple(range(-1, size - 1)), continues=True)

@@ -16,6 +16,8 @@ class Result:
       finish_reason: "stop" (end token or stop string), "length" or "cancelled".
       stop: the end token's id or the stop string; None otherwise.
       chunks: tokens accepted by each forward, in order; they sum to len(ids).
+      forwards: forward passes up to the one that gave the last returned token, prefill apart. More than there are
+        chunks where the row waited for others ("block").
       seed: what the row's samples were drawn with; generating with it again gives the same answer.
       draft_forwards: forward passes of the draft model, if there was one.
       seconds: wall time of the decode steps the request took part in, prefill and compilation apart.
@@ -28,15 +30,11 @@ class Result:
     finish_reason: FinishReason
     stop: int | str | None
     chunks: list[int]
+    forwards: int
     seed: int
     draft_forwards: int
     seconds: float
     prefill_seconds: float
-
-    @property
-    def forwards(self) -> int:
-        """Forward passes up to the one that gave the last returned token, prefill apart."""
-        return len(self.chunks)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -44,7 +42,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return dataclasses.asdict(self) | {"forwards": self.forwards, "tokens_per_forward": self.tokens_per_forward}
+        return dataclasses.asdict(self) | {"tokens_per_forward": self.tokens_per_forward}
 
 
 @dataclasses.dataclass(frozen=True)

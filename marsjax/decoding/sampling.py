@@ -113,7 +113,8 @@ def reject(
 
     p_draft, q_draft = (jnp.take_along_axis(x, drafts[..., None], -1)[..., 0] for x in (p, q))
     accept = jax.vmap(jax.vmap(uniform, (None, 0)))(seed, positions) * q_draft < p_draft
-    above = jnp.log(jnp.maximum(p - q, 0.0))
+    above = jnp.maximum(p - q, 0.0)
+    above = jnp.log(jnp.where(above.any(-1, keepdims=True), above, p))  # none, by rounding, where q is p
     return accept, greedy(above + _noise(seed, positions, logits.shape[-1], _INSTEAD))
 
 

@@ -311,27 +311,15 @@ def step_and_logits(
     own = sampling.choose(logits, positions, **sampling_of(controls))
 
     zero = jnp.zeros_like(state.length)
+    path, at, accepted = zero[:, None][:, :0], zero, zero
     if plan.drafts:
         path, at, accepted, own = _verify(plan, controls, guesses, logits, own, positions)
-        tail = jnp.take_along_axis(own, at[:, None], 1)
-        emitted = jnp.take_along_axis(guesses.tokens, jnp.maximum(path - 1, 0), 1)
-    else:
-        path, at, accepted, tail, emitted = zero[:, None][:, :0], zero, zero, own, own[:, :0]
-    further = zero  # tokens behind the accepted drafts and the model's own one
-    if plan.continues and plan.asks:
-        sure = logits
-        if plan.drafts:
-            rows = jnp.asarray(plan.groups)[at]
-            sure = logits_of(jnp.take_along_axis(hidden, rows.reshape(*rows.shape, *(1,) * (hidden.ndim - 2)), axis=1))
-            behind = (state.length + accepted)[:, None] + 1 + jnp.arange(plan.asks)
-            tail = jnp.concatenate([tail, sampling.choose(sure, behind, **sampling_of(controls))], 1)
-        confidence = acceptance.confidence(sure, tail[:, -sure.shape[1] :], controls.measure)
-        confidence = jnp.pad(confidence, ((0, 0), (tail.shape[1] - sure.shape[1], 0)))
-        further = acceptance.accept(confidence, controls.tau, controls.measure) - 1
+    tail, taken = _tail(plan, controls, state, hidden, logits, own, at, accepted, logits_of)
     place = jnp.arange(plan.window)
+    kept = jnp.take_along_axis(jnp.pad(guesses.tokens, ((0, 0), (1, 0))), path, 1)
     behind = jnp.take_along_axis(tail, jnp.clip(place - accepted[:, None], 0, plan.tail - 1), 1)
-    emitted = jnp.where(place < accepted[:, None], jnp.pad(emitted, ((0, 0), (0, plan.tail))), behind)
-    after, count = emit(network, controls, state, active, emitted, accepted + 1 + further)
+    emitted = jnp.where(place < accepted[:, None], jnp.pad(kept, ((0, 0), (0, plan.tail))), behind)
+    after, count = emit(network, controls, state, active, emitted, accepted + taken)
 
     # Accepted drafts were fed, so their keys and values are there; other emitted tokens are pending in the next step.
     committed = pending + jnp.minimum(accepted, count - 1)
@@ -339,8 +327,8 @@ def step_and_logits(
     # cache depends on every layer having read it. Without that the compiler may write first, and then copies the cache.
     writes, first = count > 0, plan.pending - pending
     if not plan.is_chain:  # what is kept does not lie side by side
-        kept = jnp.concatenate([zero[:, None] + jnp.arange(plan.pending), plan.root + path], 1)
-        slots = jax.tree.map(lambda x: jnp.take_along_axis(x, kept[:, None, :, None], axis=2), slots)
+        index = jnp.concatenate([zero[:, None] + jnp.arange(plan.pending), plan.root + path], 1)
+        slots = jax.tree.map(lambda x: jnp.take_along_axis(x, index[:, None, :, None], axis=2), slots)
     elif (missing := plan.pending - 1 + plan.commits - plan.size) > 0:  # a slice that begins late must not reach past S
         slots = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0))), slots)
     seen = Seen(state, guesses, own, at, accepted, emitted, count, after.length, hidden, logits_of)
@@ -406,6 +394,25 @@ def _verify(plan: SlotPlan, controls: Controls, guesses: Drafts, logits, own, po
     sure = acceptance.is_sure(guesses.confidence, controls.tau, controls.measure)
     sure = acceptance.sure_path(sure, parents, plan.reach)
     return *acceptance.walk(parents, accept & present, sure & present, plan.reach), own
+
+
+def _tail(plan: SlotPlan, controls: Controls, state: State, hidden, logits, own, at, accepted, logits_of):
+    """(tokens [N, plan.tail] behind the accepted drafts, how many of them are taken [N]).
+
+    The model's own one always; then, where the plan continues, those of the masks behind it as far as τ allows.
+    """
+    if not (plan.continues and plan.asks):
+        return jnp.take_along_axis(own, at[:, None], 1), jnp.ones_like(accepted)
+    if not plan.drafts:  # the masks' rows were among the judged
+        confidence = acceptance.confidence(logits, own, controls.measure)
+        return own, acceptance.accept(confidence, controls.tau, controls.measure)
+    rows = jnp.asarray(plan.groups)[at]
+    logits = logits_of(jnp.take_along_axis(hidden, rows.reshape(*rows.shape, *(1,) * (hidden.ndim - 2)), axis=1))
+    positions = (state.length + accepted)[:, None] + 1 + jnp.arange(plan.asks)
+    further = sampling.choose(logits, positions, **sampling_of(controls))
+    confidence = jnp.pad(acceptance.confidence(logits, further, controls.measure), ((0, 0), (1, 0)))
+    tail = jnp.concatenate([jnp.take_along_axis(own, at[:, None], 1), further], 1)
+    return tail, acceptance.accept(confidence, controls.tau, controls.measure)
 
 
 def _forward(

@@ -3,12 +3,12 @@
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from marsjax.decoding import network, plans
 from marsjax.decoding.block import BlockCache, Carry
@@ -21,8 +21,8 @@ from marsjax.decoding.proposers.lookup import Lookup
 from marsjax.decoding.proposers.masks import MaskParams, Masks
 from marsjax.decoding.proposers.priors import Prior, bigrams
 from marsjax.decoding.proposers.probing import Probe, ProbeParams
+from marsjax.decoding.requests import prompt_ids
 from marsjax.decoding.step import Strategy
-from marsjax.text.chat import render_prompt
 
 DEFAULT_WINDOW = DEFAULT_K = 4
 DEFAULT_DEPTH, DEFAULT_COMPLEXITY = 2, 30
@@ -87,18 +87,22 @@ def plan_of(options: Options, block_size: int | None = None) -> SlotPlan:
     return plans.tree(example, masks=depth, dynamic=True)
 
 
+def check(options: Options, has_draft: bool) -> None:
+    """What can be refused before any model is read."""
+    if has_draft and options.strategy != "speculative":
+        raise ValueError(f"a draft model is for strategy 'speculative', not for {options.strategy!r}")
+    if options.strategy == "speculative" and not has_draft:
+        raise ValueError("strategy 'speculative' needs a draft model: give draft")
+    if options.strategy != "auto":
+        plan_of(options)
+
+
 def build(options: Options, target: Target, draft: Draft | None = None) -> tuple[Any, Any]:
     """(strategy, what its proposer needs as params). Warns where masks are asked beyond what they were trained for."""
     name = options.strategy
     if name == "auto":
         name = "ar" if target.mask_id is None else "mars"
         options = dataclasses.replace(options, strategy=name, window=options.window if name == "mars" else None)
-    if (draft is not None) != (name == "speculative"):
-        raise ValueError(
-            "strategy speculative needs a draft model: give draft"
-            if draft is None
-            else f"draft is a model for strategy speculative, not for {name}"
-        )
     plan = plan_of(options, target.block_size)
     asks_token = options.probe is None and (plan.asks > 0 or name == "block")
     if asks_token and target.mask_id is None:
@@ -161,13 +165,15 @@ def _prior(options: Options, target: Target) -> Prior | None:
         return None
     ids = logp = None
     if options.bigrams is not None:
-        prefix = render_prompt(target.tokenizer, [{"role": "user", "content": "?"}]) if target.tokenizer else []
+        prefix = prompt_ids("?", target.tokenizer, target.vocab_size, raw=False) if target.tokenizer else []
         ids, logp = bigrams(Path(options.bigrams), target.network, target.weights, prefix, target.vocab_size)
     return Prior(None if options.followers is None else np.float32(options.followers), ids, logp)
 
 
 def _speculative(options: Options, plan: SlotPlan, draft: Draft) -> tuple[Strategy, DraftParams]:
     window = options.draft_window or 1
+    if window > plan.drafts:
+        raise ValueError(f"draft_window={window} is more than the k={plan.drafts} drafts that are wanted")
     if draft.block_size is not None and window > draft.block_size:
         warnings.warn(
             f"draft_window {window} is beyond the block size {draft.block_size} the draft model was trained with",
@@ -187,7 +193,7 @@ def load_draft(target: Target, source: Any, dtype: Any) -> Draft:
     from marsjax import weights
 
     places = getattr(target.embedding, "sharding", None)
-    mesh = places.mesh if isinstance(places, NamedSharding) else None
+    mesh = cast(Mesh, places.mesh) if isinstance(places, NamedSharding) else None
     loaded = source if hasattr(source, "generation") else weights.load(source, layout="list", dtype=dtype, mesh=mesh)
     _check_vocabulary(target, loaded)
     theirs, ours = (x.devices() for x in (loaded.model.embed_table.embedding[...], target.embedding))

@@ -73,7 +73,7 @@ def test_trees_that_cannot_be(options, reason):
 @pytest.mark.parametrize("strategy", ["lookup", "jacobi", "chain", "speculative"])
 def test_k_beyond_the_slots_of_a_forward(strategy):
     draft = {"draft": marked("tiny_random")} if strategy == "speculative" else {}
-    with pytest.raises(ValueError, match=r"would feed [0-9]+ slots a forward pass; at most 2048"):
+    with pytest.raises(ValueError, match="k must be at most 2048, got 3000"):
         base("tiny_mars").with_strategy(strategy=strategy, k=3000, **draft)
 
 
@@ -85,12 +85,12 @@ def test_the_least_and_the_largest_tree():
 
 @pytest.mark.parametrize("strategy", ["auto", "ar", "mars", "chain", "comb", "tree", "lookup", "jacobi", "block"])
 def test_a_draft_model_belongs_to_speculative(strategy):
-    with pytest.raises(ValueError, match="draft is a model for strategy speculative, not for"):
+    with pytest.raises(ValueError, match="a draft model is for strategy 'speculative', not for"):
         base("tiny_mars").with_strategy(strategy=strategy, draft=marked("tiny_random"))
 
 
 def test_speculative_needs_a_draft_model():
-    with pytest.raises(ValueError, match="speculative needs a draft model: give draft"):
+    with pytest.raises(ValueError, match="strategy 'speculative' needs a draft model: give draft"):
         base("tiny_mars").with_strategy(**DRAFT)
 
 

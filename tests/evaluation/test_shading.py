@@ -17,6 +17,7 @@ def result(tokenizer, text: str, chunks: list[int] | None = None) -> Result:
     ids = tokenizer.encode(text, add_special_tokens=False)
     return Result(
         text=text, ids=ids, prompt_ids=[1], finish_reason="length", stop=None, chunks=chunks or [1] * len(ids), seed=0,
+        forwards=len(chunks or ids), draft_forwards=0,
         seconds=1.0, prefill_seconds=0.0,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ def answered(tokenizer, text: str, chunks=None, seconds: float = 2.0) -> Result:
     ids = tokenizer.encode(text, add_special_tokens=False)
     return Result(
         text=text, ids=ids, prompt_ids=[1], finish_reason="stop", stop=None, chunks=chunks or [1] * len(ids), seed=0,
+        forwards=len(chunks or ids), draft_forwards=0,
         seconds=seconds, prefill_seconds=0.0,
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_phrases_and_numbers_are_told_apart_and_share_the_forwards(tokenizer):
     assert scored["tokens_per_forward_numbers"] == 1.0
     assert scored["tokens_per_forward_phrases"] == pytest.approx((len(ids) - 2) / 2)
     # One forward for everything counts a share for each token.
-    leap = dataclasses.replace(answer, chunks=[len(ids)])
+    leap = dataclasses.replace(answer, chunks=[len(ids)], forwards=1)
     scored = sweep.score(tokenizer, [base], [leap], [leap], batch_size=1)
     assert scored["tokens_per_forward_numbers"] == pytest.approx(len(ids))
     assert scored["tokens_per_forward"] == len(ids)

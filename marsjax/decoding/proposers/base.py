@@ -35,7 +35,7 @@ class Proposer:
     """
 
     @property
-    def forwards(self) -> int:
+    def draft_forwards(self) -> int:
         """Of a model of its own, for each of the target's."""
         return 0
 

@@ -51,13 +51,13 @@ class DraftModel(Proposer):
         return dataclasses.replace(plans.mars(self.window), name="draft").with_pending(self.window + self.tail)
 
     @property
-    def forwards(self) -> int:
+    def draft_forwards(self) -> int:
         """Of the draft model, a step of the target."""
         return -(-self.k // self.window)
 
     @property
     def slack(self) -> int:
-        return self.forwards * self.window + self.plan.pending
+        return self.draft_forwards * self.window + self.plan.pending
 
     def start(self, lanes, capacity):
         return DraftState(jnp.zeros(lanes, jnp.int32), self.network.empty_cache(lanes, capacity))
@@ -80,14 +80,16 @@ class DraftModel(Proposer):
             mask_id=params.proposer.mask_id,
         )
         own, logits = self._own(state), []
-        strategy, weights = step.Strategy(self.plan, Proposer()), step.Params(params.proposer.weights, ())
-        for _ in range(self.forwards):
+        strategy, weights = step.Strategy(self.plan), step.Params(params.proposer.weights, ())
+        for _ in range(self.draft_forwards):
             own, said = step.step_and_logits(self.network, strategy, weights, asked, own)
             logits.append(said)
         at = state.length[:, None] + jnp.arange(self.k)
         tokens = jnp.take_along_axis(own.tokens, at, 1, mode="clip")
         said = _fitted(jnp.concatenate(logits, 1)[:, : self.k], controls.allowed.shape[0], -jnp.inf)
-        return Drafts.of(tokens, logits=said), DraftState(own.cursor, own.cache)
+        broken = jnp.isnan(said).any((1, 2))  # of a draft model that overflowed: the target goes on alone
+        guesses = Drafts.of(tokens, logits=jnp.where(broken[:, None, None], 0.0, said)).only(~broken)
+        return guesses, DraftState(own.cursor, own.cache)
 
     def observe(self, network, params, controls, mine, seen: Seen):
         """Keys and values of drafts that were not accepted are those of another text."""

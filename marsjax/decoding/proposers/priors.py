@@ -5,6 +5,7 @@ token in this text before, and what the model itself says behind it without any 
 """
 
 import dataclasses
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from marsjax.decoding.cache import attend_cache_and_slots
 KEPT = 32  # likeliest tokens kept behind each token
 FLOOR = -12.0  # log-probability of all others
 EXPONENT = 0.5  # of the model's own bigrams; chosen on half of the prompts of benchmarks/probing.py
+LATEST = 32  # times a token was met before, of which what followed it counts
 ROWS = 256
 
 
@@ -41,10 +43,13 @@ class Prior:
             logp = jax.nn.log_softmax(logp + EXPONENT * expected, axis=-1)
         if self.followers is not None:
             there = (tokens[:, :-1] == before[:, None]) & (jnp.arange(1, tokens.shape[1]) < length[:, None])
-            counts = jnp.zeros(logp.shape).at[rows, tokens[:, 1:]].add(there.astype(jnp.float32))
-            seen = counts.sum(-1, keepdims=True)
+            # The latest are enough, and a scatter of few where accelerators write one after the other.
+            place, at = jax.lax.top_k(jnp.where(there, jnp.arange(there.shape[1]), -1), min(LATEST, there.shape[1]))
+            known = (place >= 0).astype(jnp.float32)
+            seen = known.sum(-1, keepdims=True)
+            shares = known / jnp.maximum(seen, 1)
+            shares = jnp.zeros(logp.shape).at[rows, jnp.take_along_axis(tokens, at + 1, 1)].add(shares)
             weight = jnp.where(seen > 0, self.followers, 0.0)
-            shares = counts / jnp.maximum(seen, 1)
             logp = jnp.log((1 - weight) * jnp.exp(logp) + weight * shares)
         return logp
 
@@ -54,18 +59,22 @@ def bigrams(file: Path, network: Any, params: Any, prefix: list[int], vocab: int
 
     Read from `file`, or made (a forward pass of every token) and written there.
     """
+    model = np.asarray(network.embed(params, jnp.arange(min(vocab, 64))))  # enough to know it again
     if file.exists():
-        with np.load(file, allow_pickle=False) as table:
-            ids, logp = table["ids"], table["logp"]
-        if ids.shape != (vocab, KEPT) or logp.shape != ids.shape:
-            raise ValueError(
-                f"{file} is of a model with {ids.shape[0]} tokens, this one has {vocab}; name another file"
-            )
+        try:
+            with np.load(file, allow_pickle=False) as table:
+                ids, logp, whose = table["ids"], table["logp"], table["model"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{file} is no whole table of bigrams ({error}); delete it or name another file") from None
+        if ids.shape != (vocab, KEPT) or whose.shape != model.shape or not np.allclose(whose, model, atol=1e-2):
+            raise ValueError(f"{file} is a table of another model ({len(ids)} tokens, here {vocab}); name another file")
     else:
         ids, logp = _made(network, params, prefix, vocab)
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as out:
-            np.savez(out, ids=ids, logp=logp)
+        unfinished = file.with_name(file.name + ".part")
+        with unfinished.open("wb") as out:
+            np.savez(out, ids=ids, logp=logp, model=model)
+        unfinished.replace(file)
     return jnp.asarray(ids), jnp.asarray(logp)
 
 

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 
 from marsjax.decoding.proposers.base import Seen
 
-START = ("mean", "last", "sample", "zero")
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -49,24 +47,28 @@ class Probe:
 
     def prefill(self, network, weights, probe: ProbeParams, state, mine: ProbeState) -> ProbeState:
         """First vectors of lanes whose prompt was committed just now."""
-        place = jnp.arange(state.tokens.shape[1])
+        new = state.forwards == 0
         if self.begin == "mean":
-            in_prompt = (place < state.prompt[:, None]).astype(jnp.float32)
-            embedded = network.embed(weights, state.tokens) * in_prompt[..., None]
-            vector = (embedded.sum(1) / state.prompt[:, None].astype(jnp.float32))[:, None]
+            # Token by token: the embeddings of all prompts at once would be larger than the cache.
+            def add(at, total):
+                return total + jnp.where((at < state.prompt)[:, None], network.embed(weights, state.tokens[:, at]), 0.0)
+
+            longest = jnp.where(new, state.prompt, 0).max()
+            total = jax.lax.fori_loop(0, longest, add, jnp.zeros_like(mine.velocity))
+            vector = (total / state.prompt[:, None].astype(jnp.float32))[:, None]
         elif self.begin == "last":
             at = jnp.maximum(state.prompt[:, None] - self.k + jnp.arange(self.k), 0)
             vector = network.embed(weights, jnp.take_along_axis(state.tokens, at, 1))
         elif self.begin == "sample":
             shape = (self.k, self.hidden_size)
 
-            def draw(length):
+            def draw(length):  # by the prompt's length, so that it is the same in any lane
                 return probe.mean + probe.deviation * jax.random.normal(jax.random.key(length), shape)
 
             vector = jax.vmap(draw)(state.prompt)
         else:
             vector = jnp.zeros_like(mine.vector)
-        new = (state.forwards == 0)[:, None]
+        new = new[:, None]
         return ProbeState(
             jnp.where(new[..., None], jnp.broadcast_to(vector, mine.vector.shape), mine.vector),
             jnp.where(new, 0.0, mine.velocity),
