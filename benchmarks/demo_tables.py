@@ -116,10 +116,10 @@ def table_6(
     print(f"\n## With a draft model, K = {k}, batch 1\n")
     lines: dict[str, tuple[str, str, Line]] = {}
 
-    def add(target: str, draft: str, tau: float | None, **options: Any) -> None:
+    def add(target: str, front: str, tau: float | None, **options: Any) -> None:
         generator = targets[target].with_strategy(**options)
-        name = f"{target}, {draft}, {tau}, {options.get('window')}"
-        lines[name] = (target, draft, Line(generator, 1, tau))
+        name = f"{target}, {front}, {tau}, {options.get('window')}"
+        lines[name] = (target, front, Line(generator, 1, tau))
 
     for target in targets:
         add(target, "–", None, strategy="ar")

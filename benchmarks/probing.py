@@ -30,6 +30,7 @@ from flax import nnx
 
 from marsjax import weights
 from marsjax.attention import dense
+from marsjax.compilation_cache import use_compilation_cache
 from marsjax.decoding import requests
 from marsjax.decoding.generator import Generator
 from marsjax.decoding.proposers.priors import EXPONENT, FLOOR, LATEST
@@ -88,7 +89,7 @@ def answers_of_ar(args: Args, generator: Generator, dtype: Any = jnp.float32) ->
         number = args.large if len(all_ids) > 10 else args.small
         short = sorted((ids for ids in all_ids if len(ids) <= args.longest), key=len)[:number]
         chosen += [{"category": category, "half": i % 2, "prompt": ids} for i, ids in enumerate(short)]
-    chosen.sort(key=lambda one: len(one["prompt"]))  # neighbours in a batch are of one length
+    chosen.sort(key=lambda one: -len(one["prompt"]))  # neighbours in a batch are of one length, few lengths compile
     results = generator.generate([one["prompt"] for one in chosen], max_new_tokens=args.new_tokens)
     for one, result in zip(chosen, results, strict=True):
         one["ids"] = result.ids
@@ -286,6 +287,7 @@ def sweep(args: Flags) -> None:
 
 
 def decode(args: Flags) -> None:
+    use_compilation_cache()
     base = Generator(weights.load(args.source), strategy="ar", lanes=args.lanes)
     answers = answers_of_ar(args, base)
     tree = {"strategy": "tree", "probe": "zero", "probe_lambda": 0.0}
@@ -329,6 +331,7 @@ def decode(args: Flags) -> None:
 def bf16(args: Flags) -> None:
     """A tree in bfloat16 against AR in bfloat16: how many answers are equal, where they part, and the two best logits
     there."""
+    use_compilation_cache()
     pretrained = weights.load(args.source, dtype=jnp.bfloat16)
     base = Generator(pretrained, strategy="ar", lanes=args.lanes, dtype=jnp.bfloat16)
     answers = answers_of_ar(args, base, jnp.bfloat16)
