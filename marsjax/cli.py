@@ -116,7 +116,7 @@ def generate(
         ignore_eos: go on past end tokens, up to the limit.
         draft: a second, smaller model of the same vocabulary that guesses (--strategy speculative).
         verification: of sampled drafts: coupled gives the text that ar gives with this seed, rejection another one of
-            the same distribution.
+            the same distribution (over a tree: the same too).
         dtype: of weights and computation.
         show_chunks: shade the text by what each forward pass gave, and print the counts.
         json_: print one JSON object a prompt.

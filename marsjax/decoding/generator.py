@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Generator:
           consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
           strategy: the fields of `marsjax.decoding.strategies.Options`, such as strategy="comb", k=4.
         """
-        options = Options(**strategy)
+        options = Options.of(strategy)
         if hasattr(model, "generation"):
             pretrained, model = model, model.model
             tokenizer = pretrained.tokenizer if tokenizer is None else tokenizer
@@ -111,14 +112,15 @@ class Generator:
         """
         from marsjax import weights
 
-        known = {field.name for field in dataclasses.fields(Options)}
-        strategies.check(Options(**{k: v for k, v in options.items() if k in known}), options.get("draft") is not None)
+        own = inspect.signature(cls).parameters
+        strategy = Options.of({name: value for name, value in options.items() if name not in own})
+        strategies.check(strategy, options.get("draft") is not None)
         return cls(weights.load(source, layout="list", dtype=dtype, mesh=mesh), dtype=dtype, consume=True, **options)
 
     def with_strategy(self, *, draft: Any = None, **strategy: Any) -> "Generator":
         """Another strategy on the same weights: `draft` and the fields of `Options`, as in the constructor."""
         other = copy.copy(self)
-        built, params, max_positions = self._built(Options(**strategy), draft)
+        built, params, max_positions = self._built(Options.of(strategy), draft)
         other.runtime = dataclasses.replace(
             self.runtime,
             strategy=built,

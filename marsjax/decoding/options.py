@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -52,6 +52,18 @@ class Options:
     probe_velocity: float | None = None
     draft_window: int | None = None
     cache_block: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        """From keyword arguments; TypeError by name for those that are none."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise TypeError(
+                    f"{name} is no option of a strategy; there are {', '.join(known)}. What is asked of an answer, "
+                    "such as tau, goes to generate"
+                )
+        return cls(**given)
 
     def __post_init__(self) -> None:
         name = self.strategy

@@ -146,7 +146,8 @@ def check(
         raise ValueError(f"ignore_eos must be true or false, got {_shown(ignore_eos)}")
     stops = _stop_strings(stop, has_tokenizer)
     ends = end_ids(() if ignore_eos else eos_ids, stop_ids, vocab_size)
-    check_lengths(prompts, limits, max_positions)
+    whose = "the shorter of target and draft model" if strategy.name == "speculative" else "the model"
+    check_lengths(prompts, limits, max_positions, whose)
     check_strategy(strategy, taus, measures, rejections)
     return [
         Spec(
@@ -218,13 +219,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], max_positions: float) -> None:
+def check_lengths(
+    prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], max_positions: float, whose: str = "the model"
+) -> None:
     for row, (ids, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
         needed = len(ids) + limit
         if needed > max_positions:
             raise ValueError(
                 f"prompt {row} has {len(ids)} tokens; with max_new_tokens={_shown(limit)} that makes {_shown(needed)}, "
-                f"but the model has {max_positions} positions: shorten the prompt or the limit"
+                f"but {whose} has {max_positions} positions: shorten the prompt or the limit"
             )
 
 
@@ -236,7 +239,12 @@ def check_strategy(
         if tau != ar_tau(measure) and not strategy.takes_tau:
             raise ValueError(
                 f"tau={tau:g} has no meaning with strategy {strategy.name!r}, which gives the model's own tokens: "
-                "use a model with a mask token and strategy 'mars', or leave tau out"
+                + (
+                    "give window (2 or more) with a model fine-tuned with MARS"
+                    if strategy.name == "speculative"
+                    else "use a model with a mask token and strategy 'mars'"
+                )
+                + ", or leave tau out"
             )
     if any(rejections) and not strategy.plan.drafts:
         raise ValueError(

@@ -192,6 +192,8 @@ def load_draft(target: Target, source: Any, dtype: Any) -> Draft:
     """
     from marsjax import weights
 
+    if hasattr(source, "runtime"):
+        raise TypeError("draft must be the path of a model, or what marsjax.weights.load gives, not a Generator")
     places = getattr(target.embedding, "sharding", None)
     mesh = cast(Mesh, places.mesh) if isinstance(places, NamedSharding) else None
     loaded = source if hasattr(source, "generation") else weights.load(source, layout="list", dtype=dtype, mesh=mesh)
@@ -221,8 +223,9 @@ def _check_vocabulary(target: Target, draft: Any) -> None:
     # What only one of them has, such as a mask, is no harm: it is never proposed, or proposed and not taken.
     differ = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
     if differ or abs(len(ours) - len(theirs)) > max(FEW_TOKENS, 0.01 * len(ours)):
-        example = f"; id {differ[0]} is {ours[differ[0]]!r} there and {theirs[differ[0]]!r} here" if differ else ""
+        first = differ[0] if differ else -1
+        example = f", such as id {first}: {theirs.get(first)!r} in the draft, {ours.get(first)!r} in the target"
         raise ValueError(
             f"the draft model has another vocabulary ({len(theirs)} tokens) than the target ({len(ours)}): "
-            f"{len(differ)} differ{example}; use a draft model of the target's family"
+            f"{len(differ)} differ{example if differ else ''}; use a draft model of the target's family"
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from decoding_helpers import MASK, PAD, generator, pretrained
 
-from marsjax.decoding.proposers import trees
+from marsjax.decoding.proposers import priors, trees
 from marsjax.decoding.proposers.priors import EXPONENT, FLOOR, KEPT, Prior, bigrams
 
 VOCAB = 12
@@ -62,8 +62,29 @@ def test_bigrams_are_the_model_s_own_and_kept_in_a_file(tmp_path):
     with pytest.raises(ValueError, match="table of another model"):
         bigrams(file, other.network, other.params.target, prefix, vocab)
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ValueError, match="no whole table"):
+    with pytest.raises(ValueError, match="is no table of bigrams"):
         bigrams(file, runtime.network, runtime.params.target, prefix, vocab)
+
+
+def test_bigrams_that_cannot_be_written_or_read_cost_no_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(priors, "_made", None)
+    runtime = generator("tiny_mars", "ar").runtime
+    (tmp_path / "file").write_bytes(b"")
+    broken = tmp_path / "broken.npz"
+    ids, logp = np.zeros((72, KEPT), np.int32), np.zeros((72, KEPT), np.float32)
+    for file, fields, message in (
+        (tmp_path, None, "is a directory"),
+        (tmp_path / "file" / "x", None, "cannot write"),
+        (tmp_path / "file", None, "no table of bigrams"),
+        (broken, {"ids": ids + 9999, "logp": logp, "model": logp}, "damaged"),
+        (broken, {"ids": ids, "logp": logp * np.nan, "model": logp}, "damaged"),
+        (broken, {"ids": ids[0], "logp": logp, "model": logp}, "damaged"),
+        (broken, {"ids": ids, "logp": logp, "model": logp}, "another model"),
+    ):
+        if fields is not None:
+            np.savez(file, **fields)
+        with pytest.raises(ValueError, match=message):
+            bigrams(file, runtime.network, runtime.params.target, [], runtime.vocab_size)
 
 
 def test_bigrams_without_a_prefix(tmp_path):

@@ -5,7 +5,7 @@ token in this text before, and what the model itself says behind it without any 
 """
 
 import dataclasses
-import zipfile
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +60,44 @@ def bigrams(file: Path, network: Any, params: Any, prefix: list[int], vocab: int
     Read from `file`, or made (a forward pass of every token) and written there.
     """
     model = np.asarray(network.embed(params, jnp.arange(min(vocab, 64))))  # enough to know it again
+    if file.is_dir():
+        raise ValueError(f"bigrams is the name of a file, and {file} is a directory")
     if file.exists():
-        try:
-            with np.load(file, allow_pickle=False) as table:
-                ids, logp, whose = table["ids"], table["logp"], table["model"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{file} is no whole table of bigrams ({error}); delete it or name another file") from None
-        if ids.shape != (vocab, KEPT) or whose.shape != model.shape or not np.allclose(whose, model, atol=1e-2):
-            raise ValueError(f"{file} is a table of another model ({len(ids)} tokens, here {vocab}); name another file")
+        ids, logp, whose = _read(file)
+        if len(ids) != vocab or whose.shape != model.shape or not np.allclose(whose, model, atol=1e-2):
+            raise ValueError(
+                f"{file} is a table of another model ({len(ids)} tokens, here {vocab}; its embeddings differ); name "
+                "another file"
+            )
     else:
-        ids, logp = _made(network, params, prefix, vocab)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(file.name + ".part")
-        with unfinished.open("wb") as out:
-            np.savez(out, ids=ids, logp=logp, model=model)
-        unfinished.replace(file)
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            out = unfinished.open("wb")  # before the work
+        except OSError as error:
+            raise ValueError(
+                f"cannot write a table of bigrams to {file} ({error.strerror}); name another file"
+            ) from None
+        try:
+            with out:
+                ids, logp = _made(network, params, prefix, vocab)
+                np.savez(out, ids=ids, logp=logp, model=model)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return jnp.asarray(ids), jnp.asarray(logp)
+
+
+def _read(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    try:
+        with np.load(file, allow_pickle=False) as table:
+            ids, logp, model = table["ids"], table["logp"], table["model"]
+    except Exception as error:  # whatever a damaged file makes numpy raise
+        raise ValueError(f"{file} is no table of bigrams ({error}); name another file, or delete it") from None
+    good = ids.ndim == 2 and ids.shape == logp.shape == (len(ids), KEPT) and ids.dtype == np.int32
+    if not good or not ((ids >= 0) & (ids < len(ids))).all() or not np.isfinite(logp).all():
+        raise ValueError(f"{file} is no table of bigrams: its numbers are damaged; name another file, or delete it")
+    return ids, logp, model
 
 
 def _made(network, params, prefix, vocab) -> tuple[np.ndarray, np.ndarray]:
