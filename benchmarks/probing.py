@@ -319,7 +319,7 @@ def decode(args: Flags) -> None:
 
         def length(part, results=results):
             some = [r for one, r in zip(answers, results, strict=True) if part(one)]
-            return f"{sum(len(r.ids) for r in some) / sum(r.forwards for r in some):.2f}"
+            return f"{sum(len(r.ids) for r in some) / sum(r.forwards for r in some):.2f}" if some else "–"
 
         equal = sum(r.ids == one["ids"] for one, r in zip(answers, results, strict=True))
         row = [name, *(length(lambda one, h=h: one["half"] == h) for h in (0, 1))]
