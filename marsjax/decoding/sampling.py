@@ -56,8 +56,7 @@ def choose(
     best = greedy(logits)
 
     def sampled():
-        kept = _kept(logits, temperature, top_k, top_p)
-        drawn = greedy(kept + _noise(seed, positions, logits.shape[-1], _CHOICE))
+        drawn = greedy(_noisy(logits, positions, temperature, top_k, top_p, seed))
         return jnp.where(temperature[:, None] > 0, drawn, best)
 
     return jax.lax.cond((temperature > 0).any(), sampled, lambda: best)
@@ -75,8 +74,7 @@ def perturbed(
     """What `choose` takes the arg-max of, [N, W, V]; its order ranks candidates. Arguments as in `choose`."""
 
     def sampled():
-        kept = _kept(logits, temperature, top_k, top_p)
-        noisy = kept + _noise(seed, positions, logits.shape[-1], _CHOICE)
+        noisy = _noisy(logits, positions, temperature, top_k, top_p, seed)
         return jnp.where(temperature[:, None, None] > 0, noisy, logits)
 
     return jax.lax.cond((temperature > 0).any(), sampled, lambda: logits)
@@ -124,6 +122,11 @@ _CHOICE, _ACCEPT, _INSTEAD = range(3)  # what a position's noise is used for
 def _key(seed: jax.Array, position: jax.Array, use: int) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed), position)
     return key if use == _CHOICE else jax.random.fold_in(key, use)
+
+
+def _noisy(logits, positions, temperature, top_k, top_p, seed) -> jax.Array:
+    """Logits [N, W, V] at their temperature, cut, with the noise of a choice: their arg-max is a sample."""
+    return _kept(logits, temperature, top_k, top_p) + _noise(seed, positions, logits.shape[-1], _CHOICE)
 
 
 def _noise(seed: jax.Array, positions: jax.Array, vocab: int, use: int) -> jax.Array:

@@ -11,19 +11,21 @@ from flax import nnx
 LENGTH = 80
 
 
+def attend(q, k, v, state):
+    """Causal attention of one row of LENGTH tokens, written out."""
+    q, k, v = (x[0].astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    earlier = np.array([[key <= query for key in range(LENGTH)] for query in range(LENGTH)])
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(earlier, scores, -1e30)), v)[None], state
+
+
 @functools.cache
 def _compiled(model):
     graphdef, params = nnx.split(model)
 
     @jax.jit
     def run(params, tokens):
-        def attend(q, k, v, state):
-            q, k, v = (x[0].astype(jnp.float32) for x in (q, k, v))
-            k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-            scores = jnp.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-            earlier = np.array([[key <= query for key in range(LENGTH)] for query in range(LENGTH)])
-            return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(earlier, scores, -1e30)), v)[None], state
-
         model = nnx.merge(graphdef, params)
         return model.unembed(model(tokens, positions=jnp.arange(LENGTH)[None], attend=attend)[0])[0]
 

@@ -1,15 +1,13 @@
 """Every verifying strategy, and the paper's block cache, without a cache: the whole text in every forward."""
 
 import functools
-import math
 
 import decoding_reference
 import jax
 import jax.numpy as jnp
 import numpy as np
+from decoding_reference import LENGTH, attend
 from flax import nnx
-
-LENGTH = 80
 
 
 class Model:
@@ -49,13 +47,6 @@ def _with_vectors(decoder):
 
     @jax.jit
     def run(params, tokens, vectors, is_vector):
-        def attend(q, k, v, state):
-            q, k, v = (x[0].astype(jnp.float32) for x in (q, k, v))
-            k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-            scores = jnp.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-            earlier = np.array([[key <= query for key in range(LENGTH)] for query in range(LENGTH)])
-            return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(earlier, scores, -1e30)), v)[None], state
-
         model = nnx.merge(graphdef, params)
         embeddings = jnp.where(is_vector[:, None], vectors, model.embed(tokens))[None]
         return model.unembed(model(embeddings=embeddings, positions=jnp.arange(LENGTH)[None], attend=attend)[0])[0]

@@ -10,33 +10,12 @@ import decoding_reference as reference
 import numpy as np
 import pytest
 from decoding_helpers import END, MASK, PAD, generator, pretrained
-from strategies_helpers import quick_compilation
+from strategies_helpers import LANES, MODELS, ids, prompts_of, quick_compilation
 
 import marsjax.decoding.step
-from marsjax.data.problems import problem
 from marsjax.decoding import acceptance
 
-MODELS = ("tiny_mars", "tiny_random", "demo_mars")
-LANES = 8
-SIZES = [(model, lanes, k) for model in MODELS for lanes in (1, 3, 8) for k in (2, 4, 8)]
-
-
-def prompts_of(model, number, seed=0):
-    draw = random.Random(seed)
-
-    def one(i):
-        if model == "demo_mars":
-            return problem(seed, i, "test").question
-        if model == "tiny_mars" and i % 3:
-            return [50, draw.randrange(2, 12), draw.randrange(2, 12), draw.randrange(20, 24), 51]
-        return [draw.randrange(2, 64) for _ in range(draw.randrange(1, 24))]
-
-    return [one(i) for i in range(number)]
-
-
-def ids(results):
-    return [r.ids for r in results]
-
+SIZES = [(model, lanes, k) for model in (*MODELS, "demo_mars") for lanes in (1, 3, 8) for k in (2, 4, 8)]
 
 # Greedily, and sampled: the noise of a position, met by draft and choice alike, makes even a random model guess itself.
 SETTINGS = (
@@ -67,7 +46,7 @@ def test_equals_ar_through_the_queue(model, strategy, lanes, k):
     assert all(runs[size] > 4 for size in range(1, deepest + 2)), runs
 
 
-@pytest.mark.parametrize("model", MODELS[:2])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", ["chain", "comb"])
 def test_equals_decoding_without_a_cache(model, strategy):
     """Tokens, forwards and accepted counts; also of the mixture with τ."""

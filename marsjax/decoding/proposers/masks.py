@@ -87,8 +87,7 @@ class Masks(Proposer):
     def _asked(self, seen: Seen) -> tuple[jax.Array, jax.Array]:
         """(slots [N, k] of the masks behind the last accepted slot, whether there are such [N])."""
         plan = self.plan
-        longest = max(len(group) for group in plan.groups)
-        table = np.asarray([group or (0,) * longest for group in plan.groups], np.int32)  # [H, k]
+        table = np.asarray([group or (0,) * plan.asks for group in plan.groups], np.int32)  # [H, k]
         # Masks behind an absent draft stand, in effect, behind the last one that is there.
         behind = jnp.minimum(jnp.arange(plan.drafts + 1), seen.drafts.count[:, None])
         fits = (behind == seen.at[:, None]) & np.asarray([bool(group) for group in plan.groups])

@@ -1,11 +1,12 @@
 """Masks for a model that was never trained with any (arXiv 2603.17942): a vector that asks "and then?"."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from marsjax.decoding.options import Begin
 from marsjax.decoding.proposers.base import Seen
 
 
@@ -36,7 +37,7 @@ class Probe:
 
     k: int
     hidden_size: int
-    begin: Literal["mean", "last", "sample", "zero"] = "mean"
+    begin: Begin = "mean"
 
     def start(self, lanes: int) -> ProbeState:
         return ProbeState(jnp.zeros((lanes, self.k, self.hidden_size)), jnp.zeros((lanes, self.hidden_size)))
