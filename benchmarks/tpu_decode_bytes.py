@@ -43,7 +43,7 @@ PLANS = {
 def compiled(options: Options, batch: int, length: int, mesh: Mesh):
     """(the compiled step, seconds)."""
     net, params = network.abstract(QWEN_7B, jnp.bfloat16, mesh)
-    strategy, proposer = build(options, Target(QWEN_7B.vocab_size, QWEN_7B.hidden_size, None, mask_id=0))
+    strategy, proposer = build(options, Target(net, params, None, mask_id=0))
     state = jax.eval_shape(lambda: start(net, strategy, batch, length))
     places = net.state_sharding(params, state)
     state = jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p), state, places)

@@ -258,7 +258,14 @@ def plan_slots(
     """
     from marsjax.decoding import picture, strategies
 
-    options = Options(strategy, window, k, block_complexity, widths, cache_block=cache_block)
+    options = Options(
+        strategy=strategy,
+        window=window,
+        k=k,
+        block_complexity=block_complexity,
+        widths=widths,
+        cache_block=cache_block,
+    )
     print(picture.draw(strategies.plan_of(options)))
     return 0
 

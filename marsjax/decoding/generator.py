@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from marsjax.decoding import network, requests, strategies
+from marsjax.decoding.draft_loading import load_draft
 from marsjax.decoding.engine import Engine, Runtime, run_all
 from marsjax.decoding.options import Options, positive
 from marsjax.decoding.plans import SlotPlan
@@ -60,7 +61,7 @@ class Generator:
           prefill_chunk: prompt tokens a forward, at most; None: 32 on a CPU, 256 elsewhere.
           lanes: prompts answered at a time.
           consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
-          strategy: the fields of `marsjax.decoding.strategies.Options`, such as strategy="comb", k=4.
+          strategy: the fields of `marsjax.decoding.options.Options`, such as strategy="comb", k=4.
         """
         options = Options.of(strategy)
         if hasattr(model, "generation"):
@@ -81,9 +82,7 @@ class Generator:
         embedding = model.embed_table.embedding[...]
         net, params = network.split(model, dtype, consume=consume)
         self._dtype = dtype
-        self._target = strategies.Target(
-            self.config.vocab_size, self.config.hidden_size, embedding, net, params, tokenizer, mask_id, block_size
-        )
+        self._target = strategies.Target(net, params, embedding, tokenizer, mask_id, block_size)
         built, proposer_params, max_positions = self._built(options, draft)
         if prefill_chunk is None:
             prefill_chunk = 32 if net.for_cpu else 256
@@ -186,10 +185,8 @@ class Generator:
 
     def engine(self, lanes: int | None = None, *, max_waiting: int | None = None) -> Engine:
         """An engine of this model and strategy, to submit requests to (`spec`) while others run."""
-        lanes, groups = (
-            self.lanes if lanes is None else positive("lanes", lanes),
-            self.runtime.network.lane_groups,
-        )
+        lanes = self.lanes if lanes is None else positive("lanes", lanes)
+        groups = self.runtime.network.lane_groups
         return Engine(self.runtime, -(-lanes // groups) * groups, max_waiting=max_waiting)
 
     def spec(self, prompt: Any, *, raw: bool = False, **options: Any) -> Spec:
@@ -228,7 +225,7 @@ class Generator:
     def _built(self, options: Options, draft: Any) -> tuple[Any, Any, int]:
         """(strategy, params of its proposer, positions both models have)."""
         strategies.check(options, draft is not None)
-        ready = None if draft is None else strategies.load_draft(self._target, draft, self._dtype)
+        ready = None if draft is None else load_draft(self._target, draft, self._dtype)
         built, params = strategies.build(options, self._target, ready)
         most = self.config.max_positions
         return built, params, min(most, ready.network.config.max_positions) if ready else most

@@ -3,15 +3,15 @@
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 
-from marsjax.decoding import network, plans
+from marsjax.decoding import plans
 from marsjax.decoding.block import BlockCache, Carry
+from marsjax.decoding.draft_loading import Draft
+from marsjax.decoding.network import DecoderNetwork
 from marsjax.decoding.options import OWNERS, Options
 from marsjax.decoding.plans import SlotPlan
 from marsjax.decoding.proposers import trees
@@ -27,31 +27,22 @@ from marsjax.decoding.step import Strategy
 DEFAULT_WINDOW = DEFAULT_K = 4
 DEFAULT_DEPTH, DEFAULT_COMPLEXITY = 2, 30
 DEFAULT_LAMBDA, DEFAULT_CACHE_BLOCK = 0.1, 32
-FEW_TOKENS = 4  # more than the other, such as a mask, that a tokenizer of the same family may have however small it is
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """What a strategy must know of the model it is for. `block_size`: B of training, if known."""
 
-    vocab_size: int
-    hidden_size: int
+    network: DecoderNetwork
+    weights: Any
     embedding: Any  # [V, D]
-    network: Any = None
-    weights: Any = None
     tokenizer: Any = None
     mask_id: int | None = None
     block_size: int | None = None
 
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """A draft model, ready to run."""
-
-    network: network.DecoderNetwork
-    weights: Any
-    mask_id: int | None
-    block_size: int | None = None
+    @property
+    def vocab_size(self) -> int:
+        return self.network.config.vocab_size
 
 
 def plan_of(options: Options, block_size: int | None = None) -> SlotPlan:
@@ -155,7 +146,7 @@ def _probe(options: Options, plan: SlotPlan, target: Target) -> tuple[Probe | No
         mean, deviation = jnp.mean(table, 0, dtype=jnp.float32), jnp.std(table, 0, dtype=jnp.float32)
     rate = DEFAULT_LAMBDA if options.probe_lambda is None else options.probe_lambda
     memory = 1.0 if options.probe_velocity is None else options.probe_velocity
-    return Probe(plan.asks, target.hidden_size, options.probe), ProbeParams(
+    return Probe(plan.asks, target.network.config.hidden_size, options.probe), ProbeParams(
         np.float32(rate), np.float32(memory), mean, deviation
     )
 
@@ -181,51 +172,5 @@ def _speculative(options: Options, plan: SlotPlan, draft: Draft) -> tuple[Strate
         )
     if window > 1 and draft.mask_id is None:
         raise ValueError(f"draft_window={window} needs a draft model with a mask token, and this one has none")
-    proposer = DraftModel(draft.network, draft.network.config.vocab_size, plan.drafts, window, plan.tail)
+    proposer = DraftModel(draft.network, plan.drafts, window, plan.tail)
     return Strategy(plan, proposer), DraftParams(draft.weights, np.int32(draft.mask_id or 0))
-
-
-def load_draft(target: Target, source: Any, dtype: Any) -> Draft:
-    """A draft model, checked: a `marsjax.weights.Pretrained`, or what `marsjax.weights.load` takes.
-
-    Refuses one that does not share the target's vocabulary, or whose weights are not all finite.
-    """
-    from marsjax import weights
-
-    if hasattr(source, "runtime"):
-        raise TypeError("draft must be the path of a model, or what marsjax.weights.load gives, not a Generator")
-    places = getattr(target.embedding, "sharding", None)
-    mesh = cast(Mesh, places.mesh) if isinstance(places, NamedSharding) else None
-    loaded = source if hasattr(source, "generation") else weights.load(source, layout="list", dtype=dtype, mesh=mesh)
-    _check_vocabulary(target, loaded)
-    theirs, ours = (x.devices() for x in (loaded.model.embed_table.embedding[...], target.embedding))
-    if theirs != ours:
-        raise ValueError(
-            f"the draft model lies on {len(theirs)} devices and the target on {len(ours)} others: load both onto the "
-            "same mesh, or give the draft model's path"
-        )
-    for path, value in nnx.to_flat_state(nnx.state(loaded.model)):
-        if not bool(jnp.isfinite(value[...]).all()):
-            raise ValueError(f"the draft model's weight {'.'.join(map(str, path))} is not finite; its file is damaged")
-    net, params = network.split(loaded.model, dtype, consume=source is not loaded)
-    return Draft(net, params, loaded.mask_id, (loaded.hf_config.get("marsjax") or {}).get("block_size"))
-
-
-def _check_vocabulary(target: Target, draft: Any) -> None:
-    if target.tokenizer is None or draft.tokenizer is None:
-        if target.vocab_size != (rows := draft.model.config.vocab_size):
-            raise ValueError(
-                f"the draft model's vocabulary has {rows} rows and the target's {target.vocab_size}, and there are not "
-                "two tokenizers to compare; use models of one family"
-            )
-        return
-    ours, theirs = ({i: t for t, i in x.get_vocab().items()} for x in (target.tokenizer, draft.tokenizer))
-    # What only one of them has, such as a mask, is no harm: it is never proposed, or proposed and not taken.
-    differ = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
-    if differ or abs(len(ours) - len(theirs)) > max(FEW_TOKENS, 0.01 * len(ours)):
-        first = differ[0] if differ else -1
-        example = f", such as id {first}: {theirs.get(first)!r} in the draft, {ours.get(first)!r} in the target"
-        raise ValueError(
-            f"the draft model has another vocabulary ({len(theirs)} tokens) than the target ({len(ours)}): "
-            f"{len(differ)} differ{example if differ else ''}; use a draft model of the target's family"
-        )

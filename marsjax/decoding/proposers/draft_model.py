@@ -34,13 +34,12 @@ class DraftModel(Proposer):
     """The decode step itself, run on another network, a few tokens ahead.
 
     Attributes:
-      network: the draft model's. vocab: rows of its table. k: drafts a step.
+      network: the draft model's. k: drafts a step.
       window: predictions of one of its forwards; above 1 it is a MARS model that drafts with its masks.
       tail: tokens the target may add by τ behind the accepted drafts (`SlotPlan.tail`).
     """
 
     network: Any
-    vocab: int
     k: int
     window: int = 1
     tail: int = 1
@@ -76,7 +75,7 @@ class DraftModel(Proposer):
             measure=jnp.full_like(controls.measure, acceptance.PROBABILITY),
             limit=jnp.full_like(controls.limit, jnp.iinfo(jnp.int32).max),
             ends=jnp.full_like(controls.ends, -1),
-            allowed=_fitted(controls.allowed, self.vocab, False),
+            allowed=_fitted(controls.allowed, self.network.config.vocab_size, False),
             mask_id=params.proposer.mask_id,
         )
         own, logits = self._own(state), []
