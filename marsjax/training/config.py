@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
+from marsjax.data.mixture import check_weights
+from marsjax.data.sources import DataError
 from marsjax.training.yaml_text import read_yaml
 
 
@@ -40,7 +42,9 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    train: str = _setting("", "jsonl:PATH or problems:train[,seed=S][,count=N]")
+    train: str | dict = field(
+        default="", metadata={"help": "a source such as jsonl:PATH (docs/data.md), or a mixture {SOURCE: WEIGHT, ...}"}
+    )
     length: int = _setting(512, "tokens a row; longer prompts are dropped, longer answers cut")
     batch_size: int = _setting(32, "rows an optimiser step")
     accumulation: int = _setting(1, "microbatches a step is split into")
@@ -186,7 +190,8 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(under)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(under.get(key), dict)
+        # A mixture is one value: an override that added to it would train on more than it names.
+        both = isinstance(value, dict) and isinstance(under.get(key), dict) and key != "train"
         merged[key] = _merge(under[key], value) if both else value
     return merged
 
@@ -293,6 +298,11 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield "model.tokenizer goes with model.init; a checkpoint brings its own"
     if not c.data.train:
         yield "data.train is missing: jsonl:PATH or problems:train"
+    elif isinstance(c.data.train, dict):
+        try:
+            check_weights(c.data.train)
+        except DataError as error:
+            yield f"data.train: {error}"
     if not c.output.directory:
         yield "output.directory is missing: where checkpoints, metrics and the export go"
     if "://" in c.output.directory:

@@ -117,7 +117,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
         fill_last_block_with_end=section.fill_last_block_with_end,
     )
 
-    def rows(source: str) -> RowSet:
+    def rows(source: str | dict) -> RowSet:
         return load_rows(
             source,
             tokenizer,

@@ -139,3 +139,21 @@ def test_description_names_every_key(good):
     for section, values in load_config(good).to_dict().items():
         for key in values:
             assert f"  {section}.{key}=" in text
+
+
+def test_a_mixture_is_one_value_with_weights_above_0():
+    mixture = {"jsonl:a.jsonl": 0.7, "problems:train,count=10": 0.3}
+    base = ["model.source=x", "output.directory=y", "optimizer.steps=3", f"data.train={mixture}"]
+    assert load_config(None, base).data.train == mixture
+    assert load_config(None, [*base, "data.train={b.jsonl: 1}"]).data.train == {"b.jsonl": 1}
+    assert load_config(None, [*base, "data.train=b.jsonl"]).data.train == "b.jsonl"
+    for value, message in (
+        ("{a: 0}", "data.train: the weight of a must be a number above 0, got 0"),
+        ("{a: 1, b: true}", "the weight of b must be a number above 0, got True"),
+        ("{a: x}", "the weight of a must be a number above 0, got 'x'"),
+        ("{a: .nan}", "the weight of a must be a number above 0, got nan"),
+        ("{3: 1}", "source must be a string such as jsonl:PATH, got 3"),
+        ("{}", "data.train is missing"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(None, [*base, f"data.train={value}"])
