@@ -3,77 +3,16 @@
 The order is grain's: a shuffle that is a function of (seed, epoch, index), so a position is one number.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-from zlib import crc32
 
 import grain
-from transformers import PreTrainedTokenizerFast
 
 from marsjax.data.batch import Batch, BatchFormat, make_batch
-from marsjax.data.rows import Row, RowMaker, RowStats
-from marsjax.data.sources import DataError, ProblemSource, open_source
-from marsjax.text.chat import Message, same_day, turn_end_id
-
-_SURVEYED = 256  # problems of a generator without a count looked at before training; all else is looked at in full
-
-
-class RowSet:
-    """The usable rows of a source: tokenised now, or, of a generator without a count, when asked for.
-
-    `stats` counts the conversations looked at (of a generator without a count, the first few), and `fingerprint` stands
-    for their rows. `counted`: the length is that of the usable rows. Raises DataError, with counts, if nothing in them
-    is supervised.
-    """
-
-    def __init__(self, source: str | Sequence[list[Message]], maker: RowMaker):
-        self.name = source if isinstance(source, str) else type(source).__name__
-        self.stats = RowStats()
-        self._maker = maker
-        self._conversations = open_source(source) if isinstance(source, str) else source
-        self._rows: list[Row] | None = None
-        seen: Iterable[Row]
-        self.counted = not isinstance(self._conversations, ProblemSource) or self._conversations.counted
-        if not self.counted:
-            some = (self._conversations[i] for i in range(min(_SURVEYED, len(self._conversations))))
-            seen = [row for messages in some for row in maker(messages, self.stats)]
-        else:
-            seen = self._rows = [row for messages in self._conversations for row in maker(messages, self.stats)]
-        if not self.stats.supervised_tokens:
-            raise DataError(
-                f"{self.name}: nothing to train on, no supervised token within {maker.length} tokens a row "
-                f"({self.stats}); check the roles, or raise the length"
-            )
-        self.fingerprint = 0
-        for row in seen:
-            self.fingerprint = crc32(row.ids.tobytes(), self.fingerprint)
-
-    def __len__(self) -> int:
-        return len(self._conversations) if self._rows is None else len(self._rows)
-
-    def __getitem__(self, index: int) -> Row | None:
-        """A row; None for a generated problem that does not fit the length."""
-        if self._rows is not None:
-            return self._rows[index]
-        return next(iter(self._maker(self._conversations[index])), None)
-
-
-def load_rows(
-    source: str | Sequence[list[Message]],
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    length: int,
-    mask_id: int | None = None,
-    end_id: int | None = None,
-    **template_kwargs: Any,
-) -> RowSet:
-    """Rows of a source (see marsjax.data.sources), at most `length` tokens each.
-
-    `end_id` closes answers; by default it is the token with which the chat template closes a turn. A template that
-    writes the date writes the same one on every day (`same_day`), so that a run goes on with the rows it began with.
-    """
-    end_id = turn_end_id(tokenizer) if end_id is None else end_id
-    return RowSet(source, RowMaker(tokenizer, length, end_id, mask_id, {**same_day(tokenizer), **template_kwargs}))
+from marsjax.data.loading import load_rows as load_rows
+from marsjax.data.row_sets import RowSet
+from marsjax.data.rows import Row
+from marsjax.data.sources import DataError
 
 
 class TrainBatches:
