@@ -45,6 +45,19 @@ def two_stream(query: Rows, key: Rows):
     return _same_document(query, key) & (clean_clean | noisy_clean | noisy_noisy)
 
 
+def block_diffusion(query: Rows, key: Rows):
+    """The mask of block diffusion training (arXiv 2503.09573, section 3; the baseline of arXiv 2604.07023).
+
+    query \\ key   clean                    noisy
+    clean         block ≤                 never
+    noisy         block <                 same block
+    """
+    clean_clean = (query.stream == CLEAN) & (key.stream == CLEAN) & (key.block <= query.block)
+    noisy_clean = (query.stream == NOISY) & (key.stream == CLEAN) & (key.block < query.block)
+    noisy_noisy = (query.stream == NOISY) & (key.stream == NOISY) & (key.block == query.block)
+    return _same_document(query, key) & (clean_clean | noisy_clean | noisy_noisy)
+
+
 def single_stream_rows(positions, segments) -> Rows:
     """Rows of plain causal attention. positions, segments [N, L]."""
     return Rows(CLEAN + 0 * positions, positions, 0 * positions, segments)

@@ -1,5 +1,6 @@
 """The attention that the objectives plug into the decoder. Masks are computed inside the program, from the batch."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -19,15 +20,19 @@ def causal_attend(rows: Rows) -> Attend:
     return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
 
 
-def two_stream_attend(clean: Rows, noisy: Rows, block_size: int, attention: Attention = "blocks") -> Attend:
-    """MARS attention over `[clean | noisy]` (arXiv 2604.07023, section 3); clean [N, L], noisy [N, M].
+def two_stream_attend(
+    clean: Rows, noisy: Rows, block_size: int, attention: Attention = "blocks", rule: Callable = two_stream
+) -> Attend:
+    """Attention over `[clean | noisy]`; clean [N, L], noisy [N, M].
+
+    `rule` of `marsjax.attention.masks` says who sees whom: `two_stream` (MARS) or `block_diffusion`.
 
     "dense" takes any rows and computes the (L+M)² square, of which at most a quarter counts. "blocks" computes the
     clean square, and for the noisy rows the clean prefix and their own block: half the work and memory. It needs
     every run of `block_size` noisy rows to lie in one block (`marsjax.training.objectives.check_aligned`).
     """
     if attention == "dense":
-        mask = dense_mask(two_stream, joined(clean, noisy, jnp))
+        mask = dense_mask(rule, joined(clean, noisy, jnp))
         return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
     if attention != "blocks":
         raise ValueError(f"attention {attention!r} is not one of blocks, dense")
@@ -38,10 +43,10 @@ def two_stream_attend(clean: Rows, noisy: Rows, block_size: int, attention: Atte
         x = jnp.pad(x, ((0, 0), (0, padded - noisy_length), *((0, 0),) * (x.ndim - 2)))
         return x.reshape(x.shape[0], padded // block_size, block_size, *x.shape[2:])
 
-    clean_mask = dense_mask(causal, clean)
-    prefix_mask = dense_mask(two_stream, noisy, clean)
+    clean_mask = dense_mask(rule, clean)
+    prefix_mask = dense_mask(rule, noisy, clean)
     own = Rows(*(in_blocks(field) for field in noisy))
-    own_mask = dense_mask(two_stream, own)
+    own_mask = dense_mask(rule, own)
 
     def attend(q, k, v, state):
         kv_heads = k.shape[2]

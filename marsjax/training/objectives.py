@@ -4,6 +4,7 @@ Batches are aligned already (`marsjax.data.batch`): row t of either stream predi
 Objectives return numerators and denominators apart, so that accumulation and data parallelism add both and divide once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marsjax.attention.masks import CLEAN, NOISY, single_stream_rows, stream_rows
+from marsjax.attention.masks import CLEAN, NOISY, single_stream_rows, stream_rows, two_stream
 from marsjax.models.decoder import Decoder
 from marsjax.training.attend import Attention, causal_attend, two_stream_attend
-from marsjax.training.losses import DEFAULT_CHUNK_BYTES, RowScores, score_rows
+from marsjax.training.losses import DEFAULT_CHUNK_BYTES, Head, RowScores, score_rows
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,29 @@ class Sums(NamedTuple):
     terms: dict[str, jax.Array]
 
 
-class TwoStreams(NamedTuple):
-    """Scores of both streams: clean [N, L]; noisy [N, M], whose rows stand at columns `rows` [N, M] of the batch."""
+class Scored(NamedTuple):
+    """Rows of a stream that the head looks at, both [N, L]: `wanted` bool, `weights` float32 of their loss."""
 
-    clean: RowScores
+    wanted: jax.Array
+    weights: jax.Array
+
+
+class TwoStreams(NamedTuple):
+    """`total`: the weighted sum of both streams' cross-entropies, the one field with gradients. Scores of both streams
+    [N, M], of the rows that stand at columns `rows` [N, M] of the batch; `clean` is None where it was left out."""
+
+    total: jax.Array
+    clean: RowScores | None
     noisy: RowScores
     rows: jax.Array
 
 
-def sft(model: Decoder, batch: Any, forward: Forward = Forward()) -> Sums:
-    """Next-token cross-entropy of the supervised tokens, one causal pass over L rows."""
-    scores = score_clean(model, batch, forward)
-    total = (batch.weights * scores.cross_entropy).sum()
+def sft(model: Decoder, batch: Any, *, target_rows: int | None = None, forward: Forward = Forward()) -> Sums:
+    """Next-token cross-entropy of the supervised tokens, one causal pass over L rows.
+
+    `target_rows`: rows of a sequence that reach the head, at least those with a target; None: all L.
+    """
+    total, _ = score_clean(model, batch, target_rows, forward)
     return Sums(total, batch.denominator.sum(), {"ar": total})
 
 
@@ -68,26 +80,30 @@ def mars(
     `ar_weight` may be traced; the Python number 0 leaves the head of the clean rows out.
     `noisy_length`: see `score_two_streams`.
     """
+    wanted = batch.weights != 0
     with_ar = not (isinstance(ar_weight, int | float) and ar_weight == 0)
     scores = score_two_streams(
-        model, batch, block_size=block_size, noisy_length=noisy_length, score_clean=with_ar, forward=forward
+        model,
+        batch,
+        block_size=block_size,
+        noisy_length=noisy_length,
+        clean=Scored(wanted, ar_weight * batch.weights) if with_ar else None,
+        noisy=Scored(wanted, batch.weights),
+        forward=forward,
     )
-    mask = (jnp.take_along_axis(batch.weights, scores.rows, axis=1) * scores.noisy.cross_entropy).sum()
-    terms = {"mask": mask}
-    total = mask
-    if with_ar:
-        terms["ar"] = (batch.weights * scores.clean.cross_entropy).sum()
-        total = mask + ar_weight * terms["ar"]
-    return Sums(total, batch.denominator.sum(), terms)
+    weights = jnp.take_along_axis(batch.weights, scores.rows, axis=1)
+    terms = {"mask": (weights * scores.noisy.cross_entropy).sum()}
+    if scores.clean is not None:
+        terms["ar"] = (weights * scores.clean.cross_entropy).sum()
+    return Sums(scores.total, batch.denominator.sum(), terms)
 
 
-def score_clean(model: Decoder, batch: Any, forward: Forward) -> RowScores:
-    """Scores [N, L] of the supervised rows of the clean stream alone."""
-    rows = single_stream_rows(batch.positions, batch.segments)
-    hidden, _ = model(
-        batch.tokens, positions=batch.positions, attend=causal_attend(rows), dtype=forward.dtype, remat=forward.remat
-    )
-    return _head(model, hidden, batch.targets, batch.weights != 0, forward)
+def score_clean(model: Decoder, batch: Any, target_rows: int | None, forward: Forward) -> tuple[jax.Array, RowScores]:
+    """(total, scores [N, L]) of the supervised rows of the clean stream alone; with `target_rows`, [N, target_rows]."""
+    attend = causal_attend(single_stream_rows(batch.positions, batch.segments))
+    hidden, _ = model(batch.tokens, positions=batch.positions, attend=attend, dtype=forward.dtype, remat=forward.remat)
+    rows = _target_rows(batch, 1, target_rows)
+    return _head(model, _take(hidden, rows), _take(batch.targets, rows), _all(batch, rows), forward)
 
 
 def score_two_streams(
@@ -96,51 +112,75 @@ def score_two_streams(
     *,
     block_size: int,
     noisy_length: int | None = None,
-    score_clean: bool = True,
+    noisy_tokens: jax.Array | None = None,
+    rule: Callable = two_stream,
+    clean: Scored | None,
+    noisy: Scored,
     forward: Forward = Forward(),
 ) -> TwoStreams:
-    """Scores of the supervised rows of both streams.
+    """Scores of both streams, of the rows that `clean` and `noisy` want; None leaves the clean stream's head out.
 
-    Noisy rows are seen by their own block only, so blocks without a supervised row are left out: of each sequence the
-    first `noisy_length` rows of the blocks that have one are computed. It must be a multiple of `block_size` and at
-    least `needed_noisy_length(batch)`; None takes all L.
+    `noisy_tokens` [N, L]: that stream, by default `batch.noisy`. `rule`: see `two_stream_attend`.
+
+    Noisy rows are seen by their own block only, so blocks without a target are left out: of each sequence the first
+    `noisy_length` rows of the blocks that have one are computed, and no others reach the head, of either stream. It
+    must be a multiple of `block_size` and at least `needed_noisy_length(batch)`; None takes all L.
     """
-    n, length = batch.tokens.shape
-    rows = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (n, length))
-    if noisy_length is not None and noisy_length < length:
-        rows = _rows_of_needed_blocks(batch.weights, block_size, noisy_length)
-
-    def take(x):
-        return jnp.take_along_axis(x, rows, axis=1)
-
-    position = take(batch.positions)
-    clean = stream_rows(CLEAN, batch.positions, batch.segments, block_size)
-    noisy = stream_rows(NOISY, position, take(batch.segments), block_size)
+    length = batch.tokens.shape[1]
+    rows = _target_rows(batch, block_size, noisy_length)
+    # Where L is no multiple of B the last block reaches past the end: row L-1 stands there, which predicts nothing, as
+    # padding, which nobody sees.
+    beyond = rows >= length
+    rows = jnp.minimum(rows, length - 1)
+    position = _take(batch.positions, rows)
+    clean_rows = stream_rows(CLEAN, batch.positions, batch.segments, block_size)
+    noisy_rows = stream_rows(NOISY, position, jnp.where(beyond, 0, _take(batch.segments, rows)), block_size)
+    noisy_tokens = batch.noisy if noisy_tokens is None else noisy_tokens
     hidden, _ = model(
-        jnp.concatenate([batch.tokens, take(batch.noisy)], axis=1),
+        jnp.concatenate([batch.tokens, _take(noisy_tokens, rows)], axis=1),
         positions=jnp.concatenate([batch.positions, position], axis=1),
-        attend=two_stream_attend(clean, noisy, block_size, forward.attention),
+        attend=two_stream_attend(clean_rows, noisy_rows, block_size, forward.attention, rule),
         dtype=forward.dtype,
         remat=forward.remat,
     )
-    wanted = batch.weights != 0
-    scores = _head(
-        model,
-        hidden,
-        jnp.concatenate([batch.targets, take(batch.targets)], axis=1),
-        jnp.concatenate([wanted & score_clean, take(wanted)], axis=1),
-        forward,
-    )
-    clean_scores, noisy_scores = (
-        RowScores(*parts) for parts in zip(*(jnp.split(x, [length], axis=1) for x in scores), strict=True)
-    )
-    return TwoStreams(clean_scores, noisy_scores, rows)
+    of_noisy, targets = hidden[:, length:], _take(batch.targets, rows)
+    scored = Scored(*(_take(x, rows) & ~beyond if x.dtype == bool else _take(x, rows) for x in noisy))
+    if clean is None:
+        total, scores = _head(model, of_noisy, targets, scored, forward)
+        return TwoStreams(total, None, scores, rows)
+    both = Scored(*(jnp.concatenate([_take(c, rows), n], axis=1) for c, n in zip(clean, scored, strict=True)))
+    both = both._replace(wanted=both.wanted & ~jnp.concatenate([beyond, beyond], axis=1))
+    hidden = jnp.concatenate([_take(hidden[:, :length], rows), of_noisy], axis=1)
+    total, scores = _head(model, hidden, jnp.concatenate([targets, targets], axis=1), both, forward)
+    of_clean, of_noisy = (RowScores(*x) for x in zip(*(jnp.split(x, 2, axis=1) for x in scores), strict=True))
+    return TwoStreams(total, of_clean, of_noisy, rows)
 
 
-def _head(model: Decoder, hidden, targets, wanted, forward: Forward) -> RowScores:
-    return score_rows(
-        model.unembed, hidden, targets, wanted, vocab_size=model.config.vocab_size, chunk_bytes=forward.chunk_bytes
-    )
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows [N, M] of x [N, L, ...]."""
+    return jnp.take_along_axis(x, rows.reshape(*rows.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _all(batch: Any, rows: jax.Array) -> Scored:
+    weights = _take(batch.weights, rows)
+    return Scored(weights != 0, weights)
+
+
+def _head(model: Decoder, hidden, targets, scored: Scored, forward: Forward) -> tuple[jax.Array, RowScores]:
+    head = Head(*model.head_kernel)
+    return score_rows(head, hidden, targets, *scored, chunk_bytes=forward.chunk_bytes)
+
+
+def _target_rows(batch: Any, block_size: int, count: int | None) -> jax.Array:
+    """Columns [N, count] of the runs of `block_size` rows that have a target, then of others; all L where count is
+    None. They may reach past L - 1 where L is no multiple of the block size."""
+    n, length = batch.weights.shape
+    if count is None or count >= length:
+        return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (n, length))
+    chosen = jnp.argsort(~_blocks(batch.weights, block_size, jnp), axis=1, stable=True)[:, : count // block_size]
+    # Ascending: a kernel may then leave out tiles that no choice of blocks reaches.
+    chosen = jnp.sort(chosen, axis=1)
+    return (chosen[..., None] * block_size + jnp.arange(block_size)).reshape(n, -1).astype(jnp.int32)
 
 
 def _blocks(weights, block_size: int, xp: Any):
@@ -148,15 +188,6 @@ def _blocks(weights, block_size: int, xp: Any):
     n, length = weights.shape
     padded = xp.pad(weights != 0, ((0, 0), (0, -length % block_size)))
     return padded.reshape(n, -1, block_size).any(-1)
-
-
-def _rows_of_needed_blocks(weights, block_size: int, noisy_length: int):
-    length = weights.shape[1]
-    order = jnp.argsort(~_blocks(weights, block_size, jnp), axis=1, stable=True)[:, : noisy_length // block_size]
-    rows = (order[..., None] * block_size + jnp.arange(block_size)).reshape(weights.shape[0], -1)
-    # Where L is no multiple of B the last block reaches past the end and repeats row L-1, which predicts nothing and
-    # is seen by no other row.
-    return jnp.minimum(rows, length - 1).astype(jnp.int32)
 
 
 def needed_noisy_length(batch: Any, block_size: int, parts: int = 8) -> int:

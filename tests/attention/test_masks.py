@@ -6,6 +6,7 @@ import pytest
 
 from marsjax.attention.masks import (
     Rows,
+    block_diffusion,
     causal,
     dense_mask,
     single_stream_rows,
@@ -54,6 +55,24 @@ def test_two_stream(lengths, block_size, xp):
     rows = two_stream_rows(xp.asarray(positions), xp.asarray(segments), block_size, xp)
     mask = np.asarray(dense_mask(two_stream, rows))
     np.testing.assert_array_equal(mask[0], brute_force(positions[0], segments[0], block_size))
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_block_diffusion(lengths, block_size, xp):
+    positions, segments = packed(lengths, 16)
+    rows = two_stream_rows(xp.asarray(positions), xp.asarray(segments), block_size, xp)
+    mask = np.asarray(dense_mask(block_diffusion, rows))[0]
+    for query in range(32):
+        for key in range(32):
+            i, j = query % 16, key % 16
+            at, other = positions[0, i] // block_size, positions[0, j] // block_size
+            if query < 16:
+                allowed = key < 16 and other <= at
+            else:
+                allowed = other < at if key < 16 else other == at
+            assert mask[query, key] == (allowed and segments[0, i] == segments[0, j] != 0), (query, key)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
