@@ -41,7 +41,7 @@ def block_diffusion(
     *,
     block_size: int,
     noisy_length: int | None = None,
-    forward: Forward = Forward(),
+    forward: Forward,
 ) -> Sums:
     """The loss under masks that `key` draws: a pure function of it. `noisy_length`: see `score_two_streams`."""
     masked, rate = draw_masks(key, batch, block_size)
@@ -67,7 +67,7 @@ def loss_of_masks(
     *,
     block_size: int,
     noisy_length: int | None = None,
-    forward: Forward = Forward(),
+    forward: Forward,
 ) -> Sums:
     """Σ over masked tokens of weight · cross-entropy / rate. masked [N, L] bool and rate [N, L] are by token."""
 

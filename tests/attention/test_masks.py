@@ -68,10 +68,8 @@ def test_block_diffusion(lengths, block_size, xp):
         for key in range(32):
             i, j = query % 16, key % 16
             at, other = positions[0, i] // block_size, positions[0, j] // block_size
-            if query < 16:
-                allowed = key < 16 and other <= at
-            else:
-                allowed = other < at if key < 16 else other == at
+            of_clean, of_noisy = (key < 16 and other <= at), (other < at if key < 16 else other == at)
+            allowed = of_clean if query < 16 else of_noisy
             assert mask[query, key] == (allowed and segments[0, i] == segments[0, j] != 0), (query, key)
 
 
