@@ -1,0 +1,376 @@
+"""Training attention on the TPU: jax's splash attention kernel, forward and backward, with the mask of `masks.py`.
+
+The kernel runs over `[clean, padded | noisy, padded]` in one call and visits only the tiles of its grid that may hold
+an allowed pair. Inside a tile it evaluates the mask from two integers a pair: the row's id, which may be traced, and
+the key's plain index. Ids of noisy rows carry their column in the clean stream and their place in the noisy one, so
+that a compact noisy stream (`marsjax.training.objectives.score_two_streams`) needs no array of masks. Documents are
+told apart by the kernel's segment ids; they start at multiples of `block_size` in their row, so that blocks are those
+of columns.
+
+Rows of segment 0 give 0 and send no gradient, as on the dense path (within the kernel they see each other).
+
+Letters in shapes: N rows, L clean and M noisy columns, S = L + M, H query heads, K key/value heads, h head_dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.sharding import AxisType, PartitionSpec
+
+from marsjax.attention.masks import CLEAN, Rows, causal, two_stream
+
+MAX_LENGTH = 2**15  # a row's column and its place in the noisy stream share an int32 with the stream's sign
+LANES = 128
+BATCH_AXES, HEAD_AXIS = ("slice", "data", "fsdp"), "tensor"
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows × keys of one step of the kernel's grid, forward and backward; multiples of 128.
+
+    fused: one backward kernel instead of two. It computes each score once and not twice, but writes a gradient of q
+    for every column of tiles, in q's dtype, and visits the grid's empty tiles to zero it.
+    """
+
+    q: int
+    kv: int
+    q_backward: int | None = None
+    kv_backward: int | None = None
+    fused: bool = False
+
+    def __post_init__(self):
+        for size in (self.q, self.kv, *self.backward):
+            if size < LANES or size % LANES:
+                raise ValueError(f"tiles must be positive multiples of {LANES}, got {self}")
+
+    @property
+    def backward(self) -> tuple[int, int]:
+        return self.q_backward or self.q, self.kv_backward or self.kv
+
+    @property
+    def unit(self) -> int:
+        """What each stream is padded to a multiple of, so that no tile straddles the two."""
+        return int(np.lcm.reduce((self.q, self.kv, *self.backward)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The static side of the attention input: `[clean | noisy]`, each padded to a multiple of `unit`; noisy may be 0.
+
+    `noisy` < `length` is a compact stream: whole blocks of the clean one, in ascending order. `ahead`: rows see later
+    ones of their own block.
+    """
+
+    length: int
+    noisy: int
+    block_size: int
+    unit: int = LANES
+    ahead: bool = False
+
+    @property
+    def start(self) -> int:
+        """Where the noisy rows begin."""
+        return -(-self.length // self.unit) * self.unit
+
+    @property
+    def total(self) -> int:
+        return self.start + -(-self.noisy // self.unit) * self.unit
+
+    @property
+    def skipped(self) -> int:
+        """How many blocks a noisy row's block may be ahead of its place."""
+        return -(-self.length // self.block_size) - -(-self.noisy // self.block_size)
+
+    def join(self, clean: jax.Array, noisy: jax.Array | None = None) -> jax.Array:
+        """[N, L, ...] and [N, M, ...] → [N, total, ...], padded with 0."""
+
+        def padded(x, size):
+            return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+
+        clean = padded(clean, self.start)
+        return clean if noisy is None else jnp.concatenate([clean, padded(noisy, self.total - self.start)], axis=1)
+
+    def pad(self, x: jax.Array) -> jax.Array:
+        """[N, S, ...] → [N, total, ...]."""
+        if self.total == self.length + self.noisy:
+            return x
+        return self.join(x[:, : self.length], x[:, self.length :] if self.noisy else None)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """[N, total, ...] → [N, S, ...]."""
+        if self.total == self.length + self.noisy:
+            return x
+        return jnp.concatenate([x[:, : self.length], x[:, self.start : self.start + self.noisy]], axis=1)
+
+
+def row_ids(layout: Layout, columns: Any = None, xp: Any = np):
+    """Ids [N, total] int32 of the rows; `columns` [N, M] of the noisy ones, ascending, in whole blocks.
+
+    A clean row's id is its column. A noisy row's is the complement of place · 2**16 + column, and so negative.
+    """
+    index = xp.arange(layout.total, dtype=xp.int32)
+    if columns is None:
+        return index[None]
+    clean = xp.broadcast_to(index[: layout.start], (columns.shape[0], layout.start))
+    place = index[: layout.total - layout.start]
+    # Padding stands at its own place: any column would do that lets it see itself.
+    padding = xp.broadcast_to(place[layout.noisy :], (columns.shape[0], place.size - layout.noisy))
+    columns = xp.concatenate([columns.astype(xp.int32), padding], axis=1)
+    return xp.concatenate([clean, ~(place * 2**16 + columns)], axis=1)
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """`masks.causal` on ids; the kernel adds the document term."""
+
+    def __call__(self, rows, keys):
+        return causal(Rows(0, rows, 0, 1), Rows(0, keys, 0, 1))
+
+
+@dataclass(frozen=True)
+class TwoStreamMask:
+    """A rule of `masks.py` on ids; the kernel adds the document term. Hashable, for the kernel's jit."""
+
+    block_size: int
+    start: int
+    rule: Callable = two_stream
+
+    def __call__(self, rows, keys):
+        sign = rows >> 31  # -1 in noisy rows, 0 in clean ones
+        rows = rows ^ sign
+        column, place = rows & 0xFFFF, rows >> 16
+        query = Rows(-sign, column, self._block(column), 1)
+
+        # A noisy key's column is not known here, but only that of the row's own block is asked for, and runs of
+        # block_size noisy rows are blocks: such a key stands where the row's block begins, plus its offset.
+        sign = (self.start - 1 - keys) >> 31
+        key_place = keys - self.start
+        key_block = self._block(key_place & sign)
+        own = key_block == self._block(place)
+        own_column = query.block * self.block_size + key_place - key_block * self.block_size
+        where = jnp.where if isinstance(rows, jax.Array) else np.where
+        noisy = sign != 0
+        position = where(noisy, own_column, keys)
+        block = where(noisy, where(own, query.block, -1), self._block(keys))
+        return self.rule(query, Rows(-sign, position, block, 1))
+
+    def _block(self, column):
+        """column // block_size for 0 <= column < 2**16; the vector unit has no integer division."""
+        shift = self.block_size.bit_length() - 1
+        if self.block_size == 1 << shift:
+            return column >> shift
+        return column // self.block_size
+
+
+def visits(layout: Layout, block_q: int, block_kv: int) -> np.ndarray:
+    """The grid [total / block_q, total / block_kv] of tiles: 0 empty, 1 visited, 2 visited and allowed throughout.
+
+    Documents apart. Right for every compaction: place p of the noisy stream holds a block from p's own to `skipped`
+    blocks further on. Without compaction no visited tile is empty. A tile of padding alone counts as one row.
+    """
+
+    def spans(size):
+        at = np.arange(0, layout.total, size)
+        noisy = at >= layout.start
+        first = np.where(noisy, at - layout.start, at)
+        last = np.minimum(first + size, np.where(noisy, layout.noisy, layout.length)) - 1
+        return noisy, first, np.maximum(last, first), first + size - 1
+
+    b = layout.block_size
+    noisy_q, q_first, q_last, q_end = (x[:, None] for x in spans(block_q))
+    noisy_kv, kv_first, kv_last, kv_end = (x[None, :] for x in spans(block_kv))
+
+    clean_clean = ~noisy_q & ~noisy_kv
+    noisy_clean = noisy_q & ~noisy_kv
+    noisy_noisy = noisy_q & noisy_kv
+    shared = np.maximum(q_first // b, kv_first // b) <= np.minimum(q_last // b, kv_last // b)
+    one_block = np.minimum(q_first // b, kv_first // b) == np.maximum(q_end // b, kv_end // b)
+    reached = kv_first // b <= q_last // b if layout.ahead else kv_first <= q_last
+    some = (
+        clean_clean & reached
+        | noisy_clean & (kv_first // b < q_last // b + layout.skipped)
+        | noisy_noisy & shared & reached
+    )
+    full = (
+        clean_clean & (kv_end <= q_first)
+        | noisy_clean & (kv_end // b < q_first // b)
+        | noisy_noisy & one_block & (kv_end <= q_first)
+    )
+    return some.astype(np.int32) + (some & full)
+
+
+def _mask_info(grid: np.ndarray, *, by_key: bool = False, shrink: bool = True) -> MaskInfo:
+    """The kernel's schedule: for each row of tiles (each column with `by_key`) the tiles it visits, one after another.
+
+    The lists are as long as the longest; what follows a list's end repeats its last tile, so that nothing is fetched.
+    """
+    grid = grid.T if by_key else grid
+    width = int((grid > 0).sum(1).max()) if shrink else grid.shape[1]
+    data_next, block_mask = (np.zeros((len(grid), width), np.int32) for _ in range(2))
+    for row, tiles in enumerate(grid):
+        there = np.flatnonzero(tiles)
+        if shrink:
+            data_next[row] = np.pad(there, (0, width - there.size), "edge") if there.size else 0
+            block_mask[row, : there.size] = tiles[there]
+        elif there.size:  # the next tile that is not empty, fetched while empty ones pass
+            data_next[row] = there[np.minimum(np.searchsorted(there, np.arange(width)), there.size - 1)]
+            block_mask[row] = tiles
+    if by_key:
+        data_next, block_mask = data_next.T, block_mask.T
+    return MaskInfo(data_next[None], None, block_mask[None], None, None)
+
+
+@lru_cache(maxsize=64)
+def _schedules(layout: Layout, tiles: Tiles) -> tuple[MaskInfo, MaskInfo | None, MaskInfo]:
+    """(forward, gradient of q, gradient of k and v)."""
+    forward = _mask_info(visits(layout, tiles.q, tiles.kv))
+    backward = visits(layout, *tiles.backward)
+    of_q = None if tiles.fused else _mask_info(backward)
+    return forward, of_q, _mask_info(backward, by_key=True, shrink=not tiles.fused)
+
+
+@lru_cache(maxsize=64)
+def choose_tiles(length: int, noisy: int, block_size: int, head_dim: int, ahead: bool = False) -> Tiles:
+    """The tiles of least estimated time: small ones waste less area, large ones fewer steps of the grid.
+
+    Rough figures of a v5e: 0.35 µs a step, and a visited pair costs two products of head_dim (at least a lane's 128)
+    at 197 TFLOP/s and some ten passes of the vector unit. Larger than 512 does not fit the backward kernels' memory.
+    """
+    a_pair = 4 * max(head_dim, LANES) / 197e12 + 10e-12
+
+    def seconds(tiles: Tiles) -> float:
+        grid = visits(Layout(length, noisy, block_size, tiles.unit, ahead), tiles.q, tiles.kv) > 0
+        return len(grid) * int(grid.sum(1).max()) * 0.35e-6 + int(grid.sum()) * tiles.q * tiles.kv * a_pair
+
+    return min((Tiles(q, kv) for q in (128, 256, 512) for kv in (128, 256, 512)), key=seconds)
+
+
+def causal_attend(segments: jax.Array, *, tiles: Tiles | None = None, interpret: bool = False) -> Attend:
+    """Causal attention within documents; segments [N, L] int32, 0 where padding.
+
+    Returns:
+      (q [N, L, H, h], k, v [N, L, K, h], state) → (mixed [N, L, H, h] in q's dtype, state). Under an ambient mesh
+      (`jax.set_mesh`) it runs once on each device, N split over slice, data and fsdp, heads over tensor.
+      interpret: run the kernel step by step in plain JAX, on any platform.
+
+    Raises:
+      ValueError: from the call, when N or K does not divide over the mesh, or the length exceeds `MAX_LENGTH`.
+    """
+    return _attend(segments.shape[1], 0, 1, None, segments, None, None, tiles, interpret)
+
+
+def two_stream_attend(
+    clean_segments: jax.Array,
+    noisy_segments: jax.Array,
+    columns: jax.Array,
+    block_size: int,
+    *,
+    rule: Callable = two_stream,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Attend:
+    """Attention over `[clean | noisy]` by a rule of two streams in `masks.py`; see `causal_attend`.
+
+    Args:
+      clean_segments: [N, L] int32, 0 where padding. Documents start at multiples of block_size.
+      noisy_segments, columns: [N, M] int32, M <= L: the noisy rows' segments and where they stand in the clean
+        stream: all columns, or whole blocks of them, ascending in each sequence.
+    """
+    length, noisy = clean_segments.shape[1], noisy_segments.shape[1]
+    if noisy > length:
+        raise ValueError(f"{noisy} noisy rows for {length} columns: there is at most one a column")
+    if noisy < length and noisy % block_size:
+        raise ValueError(f"{noisy} noisy rows of {length} columns are no multiple of block_size={block_size}")
+    return _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, columns, tiles, interpret)
+
+
+def _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, columns, tiles, interpret) -> Attend:
+    ahead = rule is not None and bool(rule(Rows(CLEAN, 0, 0, 1), Rows(CLEAN, 1, 0, 1)))
+
+    def attend(q, k, v, state):
+        chosen = tiles or choose_tiles(length, noisy, block_size, q.shape[-1], ahead)
+        layout = Layout(length, noisy, block_size, chosen.unit, ahead)
+        if max(layout.start, layout.total - layout.start) > MAX_LENGTH:
+            raise ValueError(
+                f"length {length}, padded to a multiple of {chosen.unit}, is above the {MAX_LENGTH} of splash "
+                f"attention: shorten it, or take another attention"
+            )
+        mask = CausalMask() if rule is None else TwoStreamMask(block_size, layout.start, rule)
+        segments = layout.join(clean_segments, noisy_segments)
+        ids = jnp.broadcast_to(row_ids(layout, columns, jnp), segments.shape)
+
+        def run(q, k, v, ids, segments):
+            return _run(q, k, v, ids, segments, mask, layout, chosen, interpret)
+
+        q, k, v = (layout.pad(x) for x in (q, k, v))
+        return layout.cut(_on_mesh(run, q, k)(q, k, v, ids, segments)), state
+
+    return attend
+
+
+def _run(q, k, v, ids, segments, mask, layout: Layout, tiles: Tiles, interpret: bool) -> jax.Array:
+    """On one device: q [N, total, H, h], k and v [N, total, K, h], ids and segments [N, total]."""
+    q_backward, kv_backward = tiles.backward
+    sizes = kernel.BlockSizes(
+        block_q=tiles.q,
+        block_kv=tiles.kv,
+        block_q_dkv=q_backward,
+        block_kv_dkv=kv_backward,
+        block_q_dq=None if tiles.fused else q_backward,
+        block_kv_dq=None if tiles.fused else kv_backward,
+        use_fused_bwd_kernel=tiles.fused,
+    )
+
+    def one(q, k, v, ids, segments):
+        forward, of_q, of_kv = _schedules(layout, tiles)
+        splash = kernel.SplashAttentionKernel(
+            forward._replace(q_sequence=ids),
+            of_q and of_q._replace(q_sequence=ids),
+            of_kv._replace(q_sequence=ids),
+            block_sizes=sizes,
+            is_mqa=False,  # also runs grouped heads: a step takes one query head and the key head of its group
+            save_residuals=False,
+            mask_value=kernel.DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=None,
+            residual_checkpoint_name="attention",  # for remat policies that keep names
+            mask_function=mask,
+            interpret=interpret,
+        )
+        return splash(q, k, v, segment_ids=kernel.SegmentIds(segments, segments))
+
+    scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (scaled, k, v))
+    mixed = jax.vmap(one)(q, k, v, ids, segments)
+    # Padding sees padding in the kernel. Nothing uses it, but 0 is what the dense path gives, and the gradient that
+    # comes back into it is then 0 too.
+    return jnp.where((segments != 0)[..., None, None], jnp.swapaxes(mixed, 1, 2), 0)
+
+
+def _on_mesh(run, q, k):
+    """`run` under shard_map when there is an ambient mesh: XLA cannot partition a kernel by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in mesh.axis_types:  # none, or within a shard_map: shapes are a device's already
+        return run
+    batch = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+    parts = int(np.prod([mesh.shape[axis] for axis in batch]))
+    if q.shape[0] % parts:
+        raise ValueError(f"{q.shape[0]} rows do not divide over {parts} = {' × '.join(batch)} of the mesh {mesh.shape}")
+    tensor = HEAD_AXIS if HEAD_AXIS in mesh.shape else None
+    if tensor and k.shape[2] % mesh.shape[tensor]:
+        raise ValueError(
+            f"{k.shape[2]} key/value heads do not divide over tensor={mesh.shape[tensor]}: "
+            f"take a divisor of {k.shape[2]}"
+        )
+    heads, rows = PartitionSpec(batch or None, None, tensor, None), PartitionSpec(batch or None, None)
+    return jax.shard_map(
+        run, in_specs=(heads, heads, heads, rows, rows), out_specs=heads, check_vma=False
+    )  # a kernel does not say along which axes its result varies
