@@ -1,30 +1,36 @@
-"""Where conversations come from: JSON-lines files, and the project's own generator.
+"""Where conversations come from: files, data sets, and the project's own generator.
 
-`jsonl:PATH` (or a path alone): one conversation a line, either `messages`, or a prompt and its answer under one of
-PAIRS (GSM8K's `question` and `answer` among them), with an optional `system` text.
+`jsonl:PATH` (or a path alone): one conversation a line. `arrayrecord:PATH`: one a record, written as such a line.
+`tfds:NAME[:SPLIT]`: tensorflow-datasets. `hf:REPO[:SPLIT]`: parquet files of the Hugging Face hub, or of a directory.
 `problems:SPLIT` with `,seed=S` and `,count=N`: the generator's; SPLIT is train, validation or test.
+The forms of a conversation: marsjax.data.conversations.
 """
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marsjax.data.problems import SPLITS, problem
-from marsjax.text.chat import Message, check_messages
+import numpy as np
 
-PAIRS = (
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("question", "answer"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-)
+from marsjax.data.conversations import conversation, plain
+from marsjax.data.problems import SPLITS, problem
+from marsjax.text.chat import Message
+
 _SHOWN = 10  # bad lines an error lists
 
 
 class DataError(ValueError):
     """The data cannot be used; the message names the file, the lines and the reasons."""
+
+
+class BadRecord(DataError):
+    """One record of a source holds no conversation; `reason` says why."""
+
+    def __init__(self, source: str, index: int, reason: str):
+        super().__init__(f"{source}, record {index}: {reason}")
+        self.reason = reason
 
 
 class ProblemSource(Sequence[list[Message]]):
@@ -48,36 +54,100 @@ class ProblemSource(Sequence[list[Message]]):
         return [{"role": "user", "content": made.question}, {"role": "assistant", "content": made.answer}]
 
 
-def open_source(spec: str) -> Sequence[list[Message]]:
-    """The conversations a source names; files are read and checked in full. Raises DataError."""
+class Records(Sequence[list[Message]]):
+    """Conversations read by index, none before it is asked for. A subclass gives `_read` and the count.
+
+    Nothing is checked up front: a record that holds no conversation raises BadRecord when it is read.
+    """
+
+    def __init__(self, name: str, count: int):
+        if not count:
+            raise DataError(f"{name} holds no conversations")
+        self.name = name
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(f"record {index} of {self._count} of {self.name}")
+        record = self._read(int(index))
+        try:
+            return conversation(parse(record) if isinstance(record, bytes) else plain(record))
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(self.name, index, str(error)) from None
+
+    def _read(self, index: int) -> Any:
+        """A record: bytes of JSON, or a mapping of columns."""
+        raise NotImplementedError
+
+
+class JsonLines(Records):
+    """The lines of a file by index, of which only the places are in memory."""
+
+    def __init__(self, path: str | Path):
+        self._file = _data_file(path)
+        places, place = [], 0
+        with self._file.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    places.append(place)
+                place += len(line)
+        self._places = np.array(places, np.int64)
+        self._open: Any = None
+        super().__init__(f"jsonl:{path}", len(places))
+
+    def _read(self, index: int) -> bytes:
+        if self._open is None:
+            self._open = self._file.open("rb")
+        self._open.seek(self._places[index])
+        line = self._open.readline()
+        return line.removeprefix(codecs.BOM_UTF8) if index == 0 else line
+
+
+def open_source(spec: str, *, in_full: bool = True) -> Sequence[list[Message]]:
+    """The conversations a source names. Raises DataError; ImportError naming what to install where a source needs it.
+
+    JSON-lines files are read and checked in full, unless `in_full` is False; other sources are read when asked for.
+    """
     kind, colon, rest = spec.partition(":")
     if colon and kind == "problems":
         return _problems(rest)
     if colon and kind == "jsonl":
-        return read_jsonl(rest)
+        return read_jsonl(rest) if in_full else JsonLines(rest)
+    if colon and kind == "arrayrecord":
+        from marsjax.data.arrayrecord import ArrayRecords
+
+        return ArrayRecords(rest)
+    if colon and kind == "tfds":
+        from marsjax.data.tfds_source import TfdsRecords
+
+        return TfdsRecords(rest)
+    if colon and kind == "hf":
+        from marsjax.data.hf_source import ParquetRecords
+
+        return ParquetRecords(rest)
+    if colon and kind == "rows":
+        raise DataError(f"{spec} holds token rows, not conversations; it can be data.train or evaluation.data only")
     if spec.endswith((".jsonl", ".json")):
-        return read_jsonl(spec)
-    raise DataError(f"unknown data source {spec!r}; use jsonl:PATH (or a path ending in .jsonl) or problems:SPLIT")
+        return read_jsonl(spec) if in_full else JsonLines(spec)
+    raise DataError(
+        f"unknown data source {spec!r}; use jsonl:PATH (or a path ending in .jsonl), arrayrecord:PATH, "
+        "tfds:NAME[:SPLIT], hf:REPO[:SPLIT], problems:SPLIT, or rows:DIRECTORY for what marsjax data build wrote"
+    )
 
 
 def read_jsonl(path: str | Path) -> list[list[Message]]:
     """All conversations of a file. Every bad line is an error, named with its number and reason."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        raise DataError(f"{file} is a directory; name one JSON-lines file")
-    if not file.is_file():
-        raise DataError(f"no such data file: {file} (looked in {Path.cwd()})")
+    file = _data_file(path)
     conversations, bad = [], []
     with file.open("rb") as lines:  # as bytes: only a line feed ends a line here, whatever Unicode thinks
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                conversations.append(_conversation(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))))
-            except UnicodeDecodeError as error:
-                bad.append(f"line {number}: not UTF-8 ({error.reason} at byte {error.start})")
-            except json.JSONDecodeError as error:
-                bad.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
+                conversations.append(conversation(parse(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)))
             except (ValueError, RecursionError) as error:
                 bad.append(f"line {number}: {error}")
     if bad:
@@ -88,29 +158,28 @@ def read_jsonl(path: str | Path) -> list[list[Message]]:
     return conversations
 
 
-def _conversation(line: Any) -> list[Message]:
-    if not isinstance(line, dict):
-        raise ValueError(f"a {type(line).__name__}, not an object")
-    if "messages" in line:
-        if not isinstance(line["messages"], list):
-            raise ValueError("'messages' is not a list")
-        check_messages(line["messages"])
-        return [{"role": m["role"], "content": m["content"]} for m in line["messages"]]
-    for prompt_key, answer_key in PAIRS:
-        if prompt_key in line and answer_key in line:
-            prompt = line[prompt_key]
-            if prompt_key == "instruction" and line.get("input"):
-                prompt = f"{prompt}\n\n{line['input']}"
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": line[answer_key]}]
-            if line.get("system"):
-                messages.insert(0, {"role": "system", "content": line["system"]})
-            for key in (prompt_key, answer_key, *(("system",) if "system" in line else ())):
-                if not isinstance(line[key], str):
-                    raise ValueError(f"{key!r} must be a string, but is {type(line[key]).__name__}")
-            check_messages(messages)
-            return messages
-    known = "messages, " + ", ".join("/".join(pair) for pair in PAIRS)
-    raise ValueError(f"keys {sorted(line)} are none of {known}")
+def parse(line: bytes) -> Any:
+    """JSON of UTF-8 bytes. Raises ValueError with the reason."""
+    try:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+
+
+def missing_extra(what: str, package: str) -> ImportError:
+    """The error of a source or command whose packages are not installed."""
+    return ImportError(f"{what} needs {package}, which is not installed: pip install 'marsjax[data]'")
+
+
+def _data_file(path: str | Path) -> Path:
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise DataError(f"{file} is a directory; name one JSON-lines file")
+    if not file.is_file():
+        raise DataError(f"no such data file: {file} (looked in {Path.cwd()})")
+    return file
 
 
 def _problems(rest: str) -> ProblemSource:
