@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from marsjax.models.config import Llama3Scaling, ModelConfig
+from marsjax.parallel.sharding import Heads, constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 Layout = Literal["stacked", "list"]
@@ -35,12 +36,13 @@ class Linear(nnx.Module):
         names = ("layer",) * len(lead)
         self.kernel = _normal(rngs, (*lead, d_in, d_out), (*names, *axes), scale, dtype)
         self.bias = Param(jnp.zeros((*lead, d_out), dtype), axes=(*names, axes[1])) if bias else None
+        self.out_axis = axes[1]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # Rows flattened: with two leading axes XLA:CPU makes transposed copies for the weights' gradient (1.7x a step).
         y = x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)
         y = y if self.bias is None else y + self.bias[...].astype(x.dtype)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+        return constrain(y.reshape(*x.shape[:-1], y.shape[-1]), "batch", *(None,) * (x.ndim - 2), self.out_axis)
 
 
 class RMSNorm(nnx.Module):
@@ -85,10 +87,11 @@ class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, *, lead, rngs, dtype):
         linear = {"lead": lead, "rngs": rngs, "scale": c.initializer_range, "dtype": dtype}
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q = Linear(c.hidden_size, heads, ("embed", "heads"), bias=c.qkv_bias, **linear)
-        self.k = Linear(c.hidden_size, kv_heads, ("embed", "kv_heads"), bias=c.qkv_bias, **linear)
-        self.v = Linear(c.hidden_size, kv_heads, ("embed", "kv_heads"), bias=c.qkv_bias, **linear)
-        self.o = Linear(heads, c.hidden_size, ("heads", "embed"), **linear)
+        q_axis, kv_axis = Heads("heads", c.head_dim), Heads("kv_heads", c.head_dim)
+        self.q = Linear(c.hidden_size, heads, ("embed", q_axis), bias=c.qkv_bias, **linear)
+        self.k = Linear(c.hidden_size, kv_heads, ("embed", kv_axis), bias=c.qkv_bias, **linear)
+        self.v = Linear(c.hidden_size, kv_heads, ("embed", kv_axis), bias=c.qkv_bias, **linear)
+        self.o = Linear(heads, c.hidden_size, (q_axis, "embed"), **linear)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps, lead=lead, dtype=dtype) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps, lead=lead, dtype=dtype) if c.qk_norm else None
         self.head_dim = c.head_dim
@@ -169,7 +172,10 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         """Input embeddings [..., D] of token ids [...]."""
-        return self.embed_table.embedding[...][tokens].astype(dtype)
+        # Over a mesh every device looks up its own columns of all tokens, so that the table is never gathered.
+        tokens = constrain(tokens, *(None,) * tokens.ndim)
+        found = self.embed_table.embedding[...][tokens].astype(dtype)
+        return constrain(found, *(None,) * tokens.ndim, "embed")
 
     def __call__(
         self,
@@ -205,12 +211,20 @@ class Decoder(nnx.Module):
 
     def unembed(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] in float32 of hidden states [..., D]. Row t predicts token t + 1."""
+        return logits_of(hidden, *self.head_kernel)
+
+    @property
+    def head_kernel(self) -> tuple[jax.Array, int]:
+        """(the last matrix, which of its axes is V): [D, V], or the embedding table [V, D] where they are tied."""
         if self.head is not None:
-            kernel, axis = self.head.kernel[...], 0
-        else:
-            kernel, axis = self.embed_table.embedding[...], 1
-        contract = (((hidden.ndim - 1,), (axis,)), ((), ()))
-        return jax.lax.dot_general(hidden, kernel.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
+            return self.head.kernel[...], 1
+        return self.embed_table.embedding[...], 0
+
+
+def logits_of(hidden: jax.Array, kernel: jax.Array, vocab_axis: int) -> jax.Array:
+    """Logits [..., V] in float32 of hidden states [..., D]; kernel [D, V], or [V, D] with vocab_axis 0."""
+    contract = (((hidden.ndim - 1,), (1 - vocab_axis,)), ((), ()))
+    return jax.lax.dot_general(hidden, kernel.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
 
 
 def _scan(stack: Layer, x, cos, sin, attend, layer_states, remat):
@@ -218,6 +232,7 @@ def _scan(stack: Layer, x, cos, sin, attend, layer_states, remat):
 
     def body(x, slice_):
         layer_weights, state = slice_
+        x = constrain(x, "batch", None, None)
         return nnx.merge(graphdef, layer_weights)(x, cos, sin, attend, state)
 
     if remat is not None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from marsjax.models import ModelConfig
-from marsjax.training.objectives import Forward, needed_noisy_length, score_clean, score_two_streams
+from marsjax.training.losses import RowScores
+from marsjax.training.objectives import Forward, Scored, needed_noisy_length, score_clean, score_two_streams
 from marsjax.training.state import Params, rebuild
 from marsjax.weights import Pretrained
 
@@ -29,24 +30,28 @@ def make_eval_step(
     def eval_step(params: Params, batch: Any, noisy_length: int | None):
         model = rebuild(config, params, unroll=unroll)
         if block_size is None:
-            clean = score_clean(model, batch, forward)
-            noisy = None
-        else:
-            clean, noisy, rows = score_two_streams(
-                model, batch, block_size=block_size, noisy_length=noisy_length, forward=forward
-            )
-        sums = {
-            "denominator": batch.denominator.sum(),
-            "ar_numerator": (batch.weights * clean.cross_entropy).sum(),
-            "ar": _histogram(clean, (batch.weights != 0).astype(jnp.int32), 1),
+            _, clean = score_clean(model, batch, None, forward)
+            return _clean_sums(batch, batch.weights, clean)
+        scored = Scored(batch.weights != 0, batch.weights)
+        scores = score_two_streams(
+            model, batch, block_size=block_size, noisy_length=noisy_length, clean=scored, noisy=scored, forward=forward
+        )
+        weights, offsets = (jnp.take_along_axis(x, scores.rows, axis=1) for x in (batch.weights, batch.offsets))
+        return {
+            **_clean_sums(batch, weights, scores.clean),
+            "mask_numerator": (weights * scores.noisy.cross_entropy).sum(),
+            "mask": _histogram(scores.noisy, jnp.where(weights != 0, offsets, 0), block_size + 1),
         }
-        if noisy is not None and block_size is not None:
-            weights, offsets = (jnp.take_along_axis(x, rows, axis=1) for x in (batch.weights, batch.offsets))
-            sums["mask_numerator"] = (weights * noisy.cross_entropy).sum()
-            sums["mask"] = _histogram(noisy, jnp.where(weights != 0, offsets, 0), block_size + 1)
-        return sums
 
     return jax.jit(eval_step, static_argnums=2)
+
+
+def _clean_sums(batch: Any, weights: jax.Array, scores: RowScores) -> dict[str, jax.Array]:
+    return {
+        "denominator": batch.denominator.sum(),
+        "ar_numerator": (weights * scores.cross_entropy).sum(),
+        "ar": _histogram(scores, (weights != 0).astype(jnp.int32), 1),
+    }
 
 
 def _histogram(scores, offsets: jax.Array, highest: int) -> jax.Array:

@@ -1,20 +1,25 @@
-"""Cross-entropy against a large vocabulary, a chunk of rows at a time.
+"""Cross-entropy against a large vocabulary, a chunk of rows at a time, on the rows that have a target.
 
-With 150k tokens the logits of a whole batch are the largest array of training by far. They are never made: rows are
-taken in chunks under a byte budget, and the backward pass computes a chunk's logits again.
+With 150k tokens the logits of a whole batch are the largest array of training by far. They are never made: each device
+takes the rows it holds in chunks under a byte budget. The loss is a weighted sum with known weights, so a chunk's
+gradients follow from its logits at once, and the backward pass has nothing to compute again.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from marsjax.models.decoder import logits_of
+from marsjax.parallel.sharding import batch_axes, spec
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
 
 class RowScores(NamedTuple):
-    """What the head says about each row; all [N, S] float32, 0 where the row is not `wanted`."""
+    """What the head says about each row; all [N, S] float32, 0 where the row is not `wanted`. Without gradients."""
 
     cross_entropy: jax.Array
     correct: jax.Array
@@ -22,30 +27,98 @@ class RowScores(NamedTuple):
 
 
 def score_rows(
-    unembed: Callable[[jax.Array], jax.Array],
+    kernel: jax.Array,
+    vocab_axis: int,
     hidden: jax.Array,
     targets: jax.Array,
     wanted: jax.Array,
+    weights: jax.Array,
     *,
-    vocab_size: int,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-) -> RowScores:
-    """Cross-entropy, top-1 hit and top-1 probability of the rows where `wanted`.
+) -> tuple[jax.Array, RowScores]:
+    """(Σ weights · cross-entropy over the `wanted` rows, a float32 scalar; scores of those rows).
 
-    Wanted rows are moved to the front of their sequence, and chunks without any are skipped: a prompt costs no head.
-    Chunks run along the sequence, so that a batch split over devices stays split.
+    Only the sum has gradients, for the head and `hidden`. Wanted rows are moved to the front of their sequence, and
+    chunks without any are skipped: a prompt costs no head. Chunks run along the sequence. Over a mesh that is set,
+    devices work on their own rows with the head gathered once.
 
     Args:
-      unembed: hidden [..., D] → logits [..., V] float32.
-      hidden: [N, S, D]. targets: [N, S] int32. wanted: [N, S] bool.
-      chunk_bytes: upper bound of one chunk's float32 logits; at least one column of N rows is taken.
+      kernel: the head [D, V], or with vocab_axis 0 the embedding table [V, D].
+      hidden: [N, S, D]. targets: [N, S] int32. wanted: [N, S] bool. weights: [N, S] float32.
+      chunk_bytes: upper bound of one chunk's float32 logits on a device; at least one column of its rows is taken.
     """
+    return _score(chunk_bytes, vocab_axis, kernel, hidden, targets, wanted, weights)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _score(chunk_bytes, vocab_axis, kernel, hidden, targets, wanted, weights):
+    total, scores, _ = _by_device(False, chunk_bytes, vocab_axis, kernel, hidden, targets, wanted, weights)
+    return total, scores
+
+
+def _score_forward(chunk_bytes, vocab_axis, kernel, hidden, targets, wanted, weights):
+    total, scores, gradients = _by_device(True, chunk_bytes, vocab_axis, kernel, hidden, targets, wanted, weights)
+    return (total, scores), (*gradients, jnp.zeros((), kernel.dtype))
+
+
+def _score_backward(chunk_bytes, vocab_axis, gradients, cotangents):
+    of_kernel, of_hidden, like_kernel = gradients
+    scale = cotangents[0]
+    return (of_kernel * scale).astype(like_kernel.dtype), (of_hidden * scale).astype(of_hidden.dtype), None, None, None
+
+
+_score.defvjp(_score_forward, _score_backward)
+
+
+def _by_device(with_gradients: bool, chunk_bytes: int, vocab_axis: int, kernel, *rows):
+    """Each device's rows on their own; one gathering of the head, and one reduction of its gradient."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = () if mesh.empty else batch_axes(mesh, rows[0].shape[0])
+    run = partial(_chunks, with_gradients, chunk_bytes, vocab_axis)
+    if not axes:
+        return run(kernel, *rows)
+    logical = ("vocab", "embed") if vocab_axis == 0 else ("embed", "vocab")
+    split = [axis if axis in axes else None for axis in spec(logical, kernel.shape, mesh)]  # `tensor` stays automatic
+    kernel_spec, row_spec = PartitionSpec(*split), PartitionSpec(axes)
+    embed_axis = 1 - vocab_axis
+    gathered = split[embed_axis]
+
+    def local(kernel, *rows):
+        kernel = kernel.astype(rows[0].dtype)
+        if gathered is not None:
+            kernel = jax.lax.all_gather(kernel, gathered, axis=embed_axis, tiled=True)
+        total, scores, gradients = run(kernel, *rows)
+        if gradients is not None:
+            of_kernel, of_hidden = gradients
+            if gathered is not None:
+                of_kernel = jax.lax.psum_scatter(of_kernel, gathered, scatter_dimension=embed_axis, tiled=True)
+            if others := tuple(axis for axis in axes if axis != gathered):
+                of_kernel = jax.lax.psum(of_kernel, others)
+            gradients = of_kernel, of_hidden
+        return jax.lax.psum(total, axes), scores, gradients
+
+    out_specs = (PartitionSpec(), row_spec, (kernel_spec, row_spec) if with_gradients else None)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(kernel_spec, *[row_spec] * len(rows)),
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
+    )(kernel, *rows)
+
+
+def _chunks(with_gradients: bool, chunk_bytes: int, vocab_axis: int, kernel, hidden, targets, wanted, weights):
+    """(total, scores, (gradient of the kernel, float32; gradient of `hidden`) or None)."""
     n, s, _ = hidden.shape
-    columns = max(1, min(s, chunk_bytes // (4 * n * vocab_size)))
-    if columns == s:
-        return _score(unembed, hidden, targets, wanted)
+    columns = max(1, min(s, chunk_bytes // (4 * n * kernel.shape[vocab_axis])))
     chunks = -(-s // columns)
     columns = -(-s // chunks)
+    if chunks == 1:
+        total, scores, of_kernel, of_hidden = _chunk(
+            with_gradients, vocab_axis, kernel, hidden, targets, wanted, weights
+        )
+        return total, scores, (of_kernel, of_hidden) if with_gradients else None
     order = jnp.argsort(~wanted, axis=1, stable=True)
 
     def to_chunks(x):
@@ -53,31 +126,57 @@ def score_rows(
         x = jnp.pad(x, ((0, 0), (0, chunks * columns - s), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(n, chunks, columns, *x.shape[2:]), 1, 0)
 
-    def body(_, chunk):
-        nothing = RowScores(*(jnp.zeros((n, columns), jnp.float32),) * 3)
-        return None, jax.lax.cond(chunk[2].any(), lambda: _score(unembed, *chunk), lambda: nothing)
+    def body(carry, chunk):
+        total, of_kernel = carry
 
-    body = jax.checkpoint(body, prevent_cse=False)
-    _, scores = jax.lax.scan(body, None, (to_chunks(hidden), to_chunks(targets), to_chunks(wanted)))
+        def work(of_kernel):
+            more, scores, more_of_kernel, of_hidden = _chunk(with_gradients, vocab_axis, kernel, *chunk)
+            return total + more, of_kernel + more_of_kernel if with_gradients else None, scores, of_hidden
+
+        def skip(of_kernel):
+            nothing = RowScores(*(jnp.zeros((n, columns), jnp.float32),) * 3)
+            return total, of_kernel, nothing, jnp.zeros_like(chunk[0]) if with_gradients else None
+
+        total, of_kernel, scores, of_hidden = jax.lax.cond(chunk[2].any(), work, skip, of_kernel)
+        return (total, of_kernel), (scores, of_hidden)
+
+    start = (jnp.zeros(()), jnp.zeros(kernel.shape, jnp.float32) if with_gradients else None)
+    (total, of_kernel), (scores, of_hidden) = jax.lax.scan(
+        body, start, tuple(to_chunks(x) for x in (hidden, targets, wanted, weights))
+    )
     back = jnp.argsort(order, axis=1)
 
     def from_chunks(x):
-        x = jnp.moveaxis(x, 0, 1).reshape(n, chunks * columns)[:, :s]
-        return jnp.take_along_axis(x, back, axis=1)
+        x = jnp.moveaxis(x, 0, 1).reshape(n, chunks * columns, *x.shape[3:])[:, :s]
+        return jnp.take_along_axis(x, back.reshape(*back.shape, *(1,) * (x.ndim - 2)), axis=1)
 
-    return RowScores(*map(from_chunks, scores))
+    scores, of_hidden = jax.tree.map(from_chunks, (scores, of_hidden))
+    return total, scores, (of_kernel, of_hidden) if with_gradients else None
 
 
-def _score(unembed, hidden, targets, wanted) -> RowScores:
-    logits = unembed(hidden)
-    top = jax.lax.stop_gradient(logits.max(-1))
-    shifted = logits - top[..., None]
-    total = jnp.exp(shifted).sum(-1)
-    # One-hot rather than a gather: its transpose is a product, not a scatter, and it splits over a sharded vocabulary.
-    chosen = jnp.where(targets[..., None] == jnp.arange(logits.shape[-1]), shifted, 0.0).sum(-1)
-    correct = jnp.argmax(logits, -1) == targets
-    return RowScores(
-        jnp.where(wanted, jnp.log(total) - chosen, 0.0),
-        jnp.where(wanted, correct, False).astype(jnp.float32),
-        jnp.where(wanted, 1 / jax.lax.stop_gradient(total), 0.0),
+def _chunk(with_gradients: bool, vocab_axis: int, kernel, hidden, targets, wanted, weights):
+    """(total, scores, gradient of the kernel, gradient of `hidden`) of one chunk [N, C]."""
+    logits = logits_of(hidden, kernel, vocab_axis)
+    top = logits.max(-1, keepdims=True)
+    exponentials = jnp.exp(logits - top)
+    mass = exponentials.sum(-1)
+    # One-hot rather than a gather: it splits over a sharded vocabulary.
+    hit = targets[..., None] == jnp.arange(logits.shape[-1])
+    chosen = jnp.where(hit, logits - top, 0.0).sum(-1)
+    scores = RowScores(
+        jnp.where(wanted, jnp.log(mass) - chosen, 0.0),
+        jnp.where(wanted, jnp.argmax(logits, -1) == targets, False).astype(jnp.float32),
+        jnp.where(wanted, 1 / mass, 0.0),
     )
+    weights = jnp.where(wanted, weights, 0.0)
+    total = (weights * scores.cross_entropy).sum()
+    if not with_gradients:
+        return total, scores, None, None
+    of_logits = exponentials * (weights / mass)[..., None] - jnp.where(hit, weights[..., None], 0.0)
+    of_logits = of_logits.astype(hidden.dtype)
+    kernel = kernel.astype(hidden.dtype)
+    of_hidden = jax.lax.dot_general(of_logits, kernel, (((2,), (vocab_axis,)), ((), ())))
+    rows = (0, 1), (0, 1)
+    left, right = (of_logits, hidden) if vocab_axis == 0 else (hidden, of_logits)
+    of_kernel = jax.lax.dot_general(left, right, (rows, ((), ())), preferred_element_type=jnp.float32)
+    return total, scores, of_kernel, of_hidden

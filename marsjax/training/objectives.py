@@ -15,7 +15,7 @@ import numpy as np
 from marsjax.attention.masks import CLEAN, NOISY, single_stream_rows, stream_rows, two_stream
 from marsjax.models.decoder import Decoder
 from marsjax.training.attend import Attention, causal_attend, two_stream_attend
-from marsjax.training.losses import DEFAULT_CHUNK_BYTES, Head, RowScores, score_rows
+from marsjax.training.losses import DEFAULT_CHUNK_BYTES, RowScores, score_rows
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,11 @@ def score_two_streams(
         remat=forward.remat,
     )
     of_noisy, targets = hidden[:, length:], _take(batch.targets, rows)
-    scored = Scored(*(_take(x, rows) & ~beyond if x.dtype == bool else _take(x, rows) for x in noisy))
+    noisy = Scored(*(_take(x, rows) for x in noisy))
     if clean is None:
-        total, scores = _head(model, of_noisy, targets, scored, forward)
+        total, scores = _head(model, of_noisy, targets, noisy, forward)
         return TwoStreams(total, None, scores, rows)
-    both = Scored(*(jnp.concatenate([_take(c, rows), n], axis=1) for c, n in zip(clean, scored, strict=True)))
-    both = both._replace(wanted=both.wanted & ~jnp.concatenate([beyond, beyond], axis=1))
+    both = Scored(*(jnp.concatenate([_take(c, rows), n], axis=1) for c, n in zip(clean, noisy, strict=True)))
     hidden = jnp.concatenate([_take(hidden[:, :length], rows), of_noisy], axis=1)
     total, scores = _head(model, hidden, jnp.concatenate([targets, targets], axis=1), both, forward)
     of_clean, of_noisy = (RowScores(*x) for x in zip(*(jnp.split(x, 2, axis=1) for x in scores), strict=True))
@@ -167,8 +166,7 @@ def _all(batch: Any, rows: jax.Array) -> Scored:
 
 
 def _head(model: Decoder, hidden, targets, scored: Scored, forward: Forward) -> tuple[jax.Array, RowScores]:
-    head = Head(*model.head_kernel)
-    return score_rows(head, hidden, targets, *scored, chunk_bytes=forward.chunk_bytes)
+    return score_rows(*model.head_kernel, hidden, targets, *scored, chunk_bytes=forward.chunk_bytes)
 
 
 def _target_rows(batch: Any, block_size: int, count: int | None) -> jax.Array:

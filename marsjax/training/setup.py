@@ -191,7 +191,7 @@ def make_forward(config: TrainConfig, platform: str) -> Forward:
 
 def make_objective(config: TrainConfig, forward: Forward) -> Objective:
     if config.objective.name == "sft":
-        return lambda model, batch, key, noisy_length: sft(model, batch, forward)
+        return lambda model, batch, key, noisy_length: sft(model, batch, target_rows=noisy_length, forward=forward)
     section = config.objective
     return lambda model, batch, key, noisy_length: mars(
         model,

@@ -12,6 +12,7 @@ from marsjax.attention.masks import single_stream_rows
 from marsjax.training.attend import causal_attend
 from marsjax.training.objectives import (
     Forward,
+    Scored,
     check_aligned,
     mars,
     needed_noisy_length,
@@ -66,23 +67,21 @@ def test_published_losses(make, tiny, losses, case, normalisation):
 
 
 def _two_stream_logits(tiny, batch, block_size, attention="blocks"):
-    """Logits [N, L, V] of both streams, by scoring every row against every token: -ce + a constant is not enough,
-    so the head is applied here."""
+    """Logits [N, L, V] of both streams: the head applied to what the objective gave the decoder."""
     seen = []
     model = tiny.build(tiny.params)
-    unembed = model.unembed
 
     class Spy:
-        config = model.config
+        config, head_kernel = model.config, model.head_kernel
 
         def __call__(self, *args, **kwargs):
-            return model(*args, **kwargs)
+            hidden, states = model(*args, **kwargs)
+            seen.append(model.unembed(hidden))
+            return hidden, states
 
-        def unembed(self, hidden):
-            seen.append(unembed(hidden))
-            return seen[-1]
-
-    score_two_streams(Spy(), batch, block_size=block_size, forward=Forward(attention=attention))
+    scored = Scored(batch.weights != 0, batch.weights)
+    forward = Forward(attention=attention)
+    score_two_streams(Spy(), batch, block_size=block_size, clean=scored, noisy=scored, forward=forward)
     return jnp.split(seen[0], 2, axis=1)
 
 
@@ -211,7 +210,11 @@ def test_nothing_supervised_is_exactly_zero(make, tiny, objective, dtype):
 
     def loss(params):
         model = tiny.build(params)
-        sums = mars(model, batch, block_size=4, forward=forward) if objective == "mars" else sft(model, batch, forward)
+        sums = (
+            mars(model, batch, block_size=4, forward=forward)
+            if objective == "mars"
+            else sft(model, batch, forward=forward)
+        )
         return sums.numerator
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(tiny.params)
