@@ -1,66 +1,146 @@
 """The attention that the objectives plug into the decoder. Masks are computed inside the program, from the batch."""
 
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from marsjax.attention import dense
+from marsjax.attention import dense, splash
 from marsjax.attention.dense import Part, attend_part, group, heads_first, join, ungroup
 from marsjax.attention.masks import Rows, causal, dense_mask, joined, two_stream
 from marsjax.models.decoder import Attend
 
-Attention = Literal["blocks", "dense"]
+Attention = Literal["blocks", "dense", "splash"]
+SCORE_BYTES = 256 * 2**20  # of one device's float32 scores; "blocks" computes longer ones some rows at a time
+LEAST_ROWS = 128  # at a time
 
 
-def causal_attend(rows: Rows) -> Attend:
-    """Causal attention within documents; fields of `rows` are [N, S]."""
+def causal_attend(rows: Rows, attention: Attention = "blocks", *, interpret: bool | None = None) -> Attend:
+    """Causal attention within documents; fields of `rows` are [N, S]. See `two_stream_attend`."""
+    if _checked(attention) == "splash":
+        return splash.causal_attend(rows.segment, interpret=_interpreted(interpret))
     mask = dense_mask(causal, rows)
-    return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
+    if attention == "dense":
+        return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
+
+    def attend(q, k, v, state):
+        def some(q, some):
+            return dense.attend(q, k, v, mask if some is rows else dense_mask(causal, some, rows))
+
+        return _by_rows(some, _rows_at_a_time(q, k.shape[1]), q, rows), state
+
+    return attend
 
 
 def two_stream_attend(
-    clean: Rows, noisy: Rows, block_size: int, attention: Attention = "blocks", rule: Callable = two_stream
+    clean: Rows,
+    noisy: Rows,
+    block_size: int,
+    attention: Attention = "blocks",
+    rule: Callable = two_stream,
+    *,
+    columns: jax.Array | None = None,
+    interpret: bool | None = None,
 ) -> Attend:
     """Attention over `[clean | noisy]`; clean [N, L], noisy [N, M].
 
     `rule` of `marsjax.attention.masks` says who sees whom: `two_stream` (MARS) or `block_diffusion`.
 
     "dense" takes any rows and computes the (L+M)² square, of which at most a quarter counts. "blocks" computes the
-    clean square, and for the noisy rows the clean prefix and their own block: half the work and memory. It needs
-    every run of `block_size` noisy rows to lie in one block (`marsjax.training.objectives.check_aligned`).
+    clean square, and for the noisy rows the clean prefix and their own block: half the work, and bounded memory. It
+    needs every run of `block_size` noisy rows to lie in one block (`marsjax.training.objectives.check_aligned`).
+    "splash" is the TPU's kernel (`marsjax.attention.splash`). It needs the same, and `columns` [N, M], ascending,
+    where the noisy rows stand in the clean stream; None: M = L, at their own. `interpret` runs it in plain JAX; None:
+    where JAX runs on no TPU. Say False to compile for a TPU that is not here.
     """
+    length, noisy_length = clean.position.shape[1], noisy.position.shape[1]
+    if _checked(attention) == "splash":
+        if columns is None:
+            if noisy_length != length:
+                raise ValueError(f"splash attention of {noisy_length} noisy rows to {length} needs their columns")
+            columns = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), noisy.segment.shape)
+        return splash.two_stream_attend(
+            clean.segment, noisy.segment, columns, block_size, rule=rule, interpret=_interpreted(interpret)
+        )
     if attention == "dense":
         mask = dense_mask(rule, joined(clean, noisy, jnp))
         return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
-    if attention != "blocks":
-        raise ValueError(f"attention {attention!r} is not one of blocks, dense")
-    length, noisy_length = clean.position.shape[1], noisy.position.shape[1]
-    padded = -(-noisy_length // block_size) * block_size
 
     def in_blocks(x):
-        x = jnp.pad(x, ((0, 0), (0, padded - noisy_length), *((0, 0),) * (x.ndim - 2)))
-        return x.reshape(x.shape[0], padded // block_size, block_size, *x.shape[2:])
+        count = -(-x.shape[1] // block_size)
+        x = jnp.pad(x, ((0, 0), (0, count * block_size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(x.shape[0], count, block_size, *x.shape[2:])
 
-    clean_mask = dense_mask(rule, clean)
-    prefix_mask = dense_mask(rule, noisy, clean)
-    own = Rows(*(in_blocks(field) for field in noisy))
-    own_mask = dense_mask(rule, own)
+    def noisy_masks(rows):
+        return dense_mask(rule, rows, clean), dense_mask(rule, Rows(*(in_blocks(field) for field in rows)))
+
+    # Computed once for all layers where all rows are computed at a time, and dropped by the compiler where not.
+    clean_mask, whole_masks = dense_mask(rule, clean), noisy_masks(noisy)
 
     def attend(q, k, v, state):
         kv_heads = k.shape[2]
-        of_clean = dense.attend(q[:, :length], k[:, :length], v[:, :length], clean_mask)
+        keys, values = k[:, :length], v[:, :length]
 
-        keys, values = (heads_first(x[:, :length]) for x in (k, v))
-        prefix = attend_part(group(q[:, length:], kv_heads), (keys, values, prefix_mask))
-        q, k, v = (in_blocks(x[:, length:]) for x in (q, k, v))
-        own = attend_part(group(q, kv_heads), (heads_first(k), heads_first(v), own_mask))
-        own = Part(*(_rows_of_blocks(x, block_size, noisy_length) for x in own))
-        of_noisy = ungroup(join(prefix, own), noisy_length)
-        return jnp.concatenate([of_clean, of_noisy.astype(of_clean.dtype)], axis=1), state
+        def of_clean(q, rows):
+            return dense.attend(q, keys, values, clean_mask if rows is clean else dense_mask(rule, rows, clean))
+
+        def of_noisy(q, k, v, rows):
+            prefix_mask, own_mask = whole_masks if rows is noisy else noisy_masks(rows)
+            count = q.shape[1]
+            prefix = attend_part(group(q, kv_heads), (heads_first(keys), heads_first(values), prefix_mask))
+            own_q, own_k, own_v = (in_blocks(x) for x in (q, k, v))
+            own = attend_part(group(own_q, kv_heads), (heads_first(own_k), heads_first(own_v), own_mask))
+            own = Part(*(_rows_of_blocks(x, block_size, count) for x in own))
+            return ungroup(join(prefix, own), count).astype(q.dtype)
+
+        clean_q, noisy_q = q[:, :length], q[:, length:]
+        mixed = (
+            _by_rows(of_clean, _rows_at_a_time(clean_q, length), clean_q, clean),
+            _by_rows(
+                of_noisy, _rows_at_a_time(noisy_q, length, block_size), noisy_q, k[:, length:], v[:, length:], noisy
+            ),
+        )
+        return jnp.concatenate(mixed, axis=1), state
 
     return attend
+
+
+def _checked(attention: str) -> str:
+    if attention not in ("blocks", "dense", "splash"):
+        raise ValueError(f"attention {attention!r} is not one of blocks, dense, splash")
+    return attention
+
+
+def _interpreted(interpret: bool | None) -> bool:
+    return jax.default_backend() != "tpu" if interpret is None else interpret
+
+
+def _rows_at_a_time(q: jax.Array, keys: int, block_size: int = 1) -> int:
+    """The rows of q [N, S, H, h] in even parts of at most `SCORE_BYTES` of scores on a device; whole blocks."""
+    mesh, unit = jax.sharding.get_abstract_mesh(), math.lcm(block_size, LEAST_ROWS)
+    n, rows, heads, _ = q.shape
+    a_row = 4 * n * heads * keys // (1 if mesh.empty else mesh.size)
+    most = unit * max(1, SCORE_BYTES // max(a_row, 1) // unit)
+    times = max(1, -(-rows // most))
+    return unit * -(-rows // (times * unit))
+
+
+def _by_rows(some: Callable[..., jax.Array], at_a_time: int, *xs: Any) -> jax.Array:
+    """`some(*xs)` over arrays [N, S, ...], so many rows at a time; what is between is computed again in the backward
+    pass. Rows are padded with 0."""
+    n, rows = jax.tree.leaves(xs)[0].shape[:2]
+    if rows <= at_a_time:
+        return some(*xs)
+    times = -(-rows // at_a_time)
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, times * at_a_time - rows), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(n, times, at_a_time, *x.shape[2:]), 1, 0)
+
+    mixed = jax.lax.map(lambda xs: jax.checkpoint(some)(*xs), jax.tree.map(split, xs))
+    return jnp.moveaxis(mixed, 0, 1).reshape(n, times * at_a_time, *mixed.shape[3:])[:, :rows]
 
 
 def _rows_of_blocks(x: jax.Array, block_size: int, noisy_length: int) -> jax.Array:

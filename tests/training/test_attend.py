@@ -1,0 +1,132 @@
+"""The attentions of training against each other: all rows at once, some at a time, and the kernel's path."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from marsjax.attention.masks import (
+    CLEAN,
+    NOISY,
+    Rows,
+    block_diffusion,
+    single_stream_rows,
+    stream_rows,
+    two_stream,
+)
+from marsjax.training import attend as module
+from marsjax.training.attend import causal_attend, two_stream_attend
+
+LENGTH = 96
+
+
+def documents(block_size):
+    positions, segments = np.zeros((2, LENGTH), np.int32), np.zeros((2, LENGTH), np.int32)
+    for row, sizes in enumerate(((37, 20), (90,))):
+        start = 0
+        for number, size in enumerate(sizes, 1):
+            positions[row, start : start + size] = np.arange(size)
+            segments[row, start : start + size] = number
+            start += -(-size // block_size) * block_size
+    return positions, segments
+
+
+def streams(block_size, noisy):
+    positions, segments = documents(block_size)
+    rng = np.random.default_rng(0)
+    blocks = [np.sort(rng.permutation(LENGTH // block_size)[: noisy // block_size]) for _ in positions]
+    columns = np.stack([(b[:, None] * block_size + np.arange(block_size)).reshape(-1) for b in blocks])
+    taken = (np.take_along_axis(x, columns, 1) for x in (positions, segments))
+    clean = stream_rows(CLEAN, positions, segments, block_size)
+    rows = (Rows(*map(jnp.asarray, r)) for r in (clean, stream_rows(NOISY, *taken, block_size)))
+    return *rows, jnp.asarray(columns, jnp.int32)
+
+
+def values_and_gradients(attend, rows):
+    shapes = ((2, rows, h, 16) for h in (4, 2, 2))
+    inputs = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+    def total(q, k, v):
+        out, state = attend(q, k, v, "state")
+        assert state == "state"
+        return (out**2).sum() + 3 * out.sum(), out
+
+    with jax.default_matmul_precision("highest"):
+        (_, out), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*inputs)
+    return out, *gradients
+
+
+def assert_close(got, want):
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def some_rows_at_a_time(monkeypatch):
+    """A third of 96 rows at a time, in whole blocks and threes: the last ones are padded."""
+    monkeypatch.setattr(module, "SCORE_BYTES", 2 * 4 * LENGTH * 4 * 40)
+    monkeypatch.setattr(module, "LEAST_ROWS", 3)
+    seen = []
+    by_rows = module._by_rows
+    monkeypatch.setattr(module, "_by_rows", lambda *x: seen.append(x[1]) or by_rows(*x))
+    return seen
+
+
+@pytest.mark.parametrize("rule", [two_stream, block_diffusion])
+@pytest.mark.parametrize(("block_size", "noisy"), [(4, LENGTH), (4, 48), (3, 60)])
+def test_some_rows_at_a_time(some_rows_at_a_time, block_size, noisy, rule):
+    clean, noisy_rows, _ = streams(block_size, noisy)
+    blocks, dense = (two_stream_attend(clean, noisy_rows, block_size, name, rule) for name in ("blocks", "dense"))
+    assert_close(*(values_and_gradients(attend, LENGTH + noisy) for attend in (blocks, dense)))
+    assert some_rows_at_a_time[0] == 33  # of the clean stream
+    assert some_rows_at_a_time[1] == {(4, LENGTH): 36, (4, 48): 24, (3, 60): 30}[block_size, noisy]
+
+
+def test_some_causal_rows_at_a_time(some_rows_at_a_time):
+    rows = Rows(*map(jnp.asarray, single_stream_rows(*documents(1))))
+    assert_close(*(values_and_gradients(causal_attend(rows, name), LENGTH) for name in ("blocks", "dense")))
+    assert some_rows_at_a_time == [33]
+
+
+def test_memory_is_bounded():
+    """Of 4,096 rows: the clean scores of all would be 512 MiB, as would the noisy ones, forward alone."""
+    length = 4096
+    segments = jnp.ones((1, length), jnp.int32)
+    rows = [stream_rows(s, jnp.arange(length, dtype=jnp.int32)[None], segments, 4) for s in (CLEAN, NOISY)]
+    q = jax.ShapeDtypeStruct((1, 2 * length, 8, 16), jnp.float32)
+
+    def total(attention):
+        return lambda q, k, v: two_stream_attend(*rows, 4, attention)(q, k, v, None)[0].sum()
+
+    compiled = jax.jit(jax.grad(total("blocks"), argnums=(0, 1, 2))).lower(q, q, q).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * module.SCORE_BYTES
+
+
+@pytest.mark.parametrize("noisy", [LENGTH, 48])
+def test_splash_is_the_same_attention(noisy):
+    clean, noisy_rows, columns = streams(4, noisy)
+    blocks = two_stream_attend(clean, noisy_rows, 4)
+    kernel = two_stream_attend(clean, noisy_rows, 4, "splash", columns=columns)
+    assert_close(*(values_and_gradients(attend, LENGTH + noisy) for attend in (kernel, blocks)))
+
+
+def test_splash_is_the_same_causal_attention():
+    rows = Rows(*map(jnp.asarray, single_stream_rows(*documents(1))))
+    assert_close(*(values_and_gradients(causal_attend(rows, name), LENGTH) for name in ("splash", "dense")))
+
+
+def test_compiling_for_a_tpu_that_is_not_here():
+    rows = single_stream_rows(*(jnp.asarray(x) for x in documents(1)))
+    q = jax.ShapeDtypeStruct((2, LENGTH, 2, 64), jnp.bfloat16)
+    for interpret, kernel in ((False, True), (True, False)):
+        attend = causal_attend(rows, "splash", interpret=interpret)
+        traced = jax.jit(lambda q, k, v, attend=attend: attend(q, k, v, None)[0]).trace(q, q, q)
+        assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) == kernel
+
+
+def test_refusals():
+    clean, noisy_rows, _ = streams(4, 48)
+    with pytest.raises(ValueError, match="'flash' is not one of blocks, dense, splash"):
+        two_stream_attend(clean, noisy_rows, 4, "flash")
+    with pytest.raises(ValueError, match="48 noisy rows to 96 needs their columns"):
+        two_stream_attend(clean, noisy_rows, 4, "splash")
