@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from marsjax.data.mixture import MixedRows, check_weights
 from marsjax.data.row_sets import RowSet, TokenisedRows
 from marsjax.data.rows import RowMaker
 from marsjax.text.chat import Message, same_day, turn_end_id
@@ -19,14 +20,17 @@ def load_rows(
     end_id: int | None = None,
     **template_kwargs: Any,
 ) -> RowSet:
-    """Rows of a source (see marsjax.data.sources), at most `length` tokens each.
+    """Rows of a source (see marsjax.data.sources), or of a mixture {source: weight}, at most `length` tokens each.
 
     `end_id` closes answers; by default it is the token with which the chat template closes a turn. A template that
     writes the date writes the same one on every day (`same_day`), so that a run goes on with the rows it began with.
     """
     if isinstance(source, Mapping):
-        raise NotImplementedError("mixtures")
-    return TokenisedRows(source, row_maker(tokenizer, length, mask_id, end_id, template_kwargs))
+        options = {"length": length, "mask_id": mask_id, "end_id": end_id, **template_kwargs}
+        weights = check_weights(source)
+        return MixedRows({name: load_rows(name, tokenizer, **options) for name in weights}, weights)
+    maker = row_maker(tokenizer, length, mask_id, end_id, template_kwargs)
+    return TokenisedRows(source, maker)
 
 
 def row_maker(

@@ -38,6 +38,15 @@ class RowStats:
     cut: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
+    def add(self, other: "RowStats") -> None:
+        """Counts the other's conversations too."""
+        self.conversations += other.conversations
+        self.rows += other.rows
+        self.tokens += other.tokens
+        self.supervised_tokens += other.supervised_tokens
+        self.cut += other.cut
+        self.dropped.update(other.dropped)
+
     def __str__(self) -> str:
         reasons = "".join(f"; {count} dropped: {reason}" for reason, count in sorted(self.dropped.items()))
         return (
