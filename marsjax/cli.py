@@ -236,13 +236,16 @@ def batch(
 
 
 def plan_slots(
-    strategy: Positional[Literal["ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block"]],
+    strategy: Positional[
+        Literal["ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block", "block_diffusion"]
+    ],
     *,
     window: int | None = None,
     k: int | None = None,
     block_complexity: int | None = None,
     widths: tuple[int, ...] | None = None,
     cache_block: int | None = None,
+    diffusion_block: int | None = None,
 ) -> int:
     """Draw what one forward pass of a strategy is fed.
 
@@ -255,6 +258,7 @@ def plan_slots(
         block_complexity: slots a tree feeds, at most.
         widths: drafts at each depth of a tree of fixed form.
         cache_block: positions of a block of the paper's cache (block).
+        diffusion_block: positions of a block (block_diffusion).
     """
     from marsjax.decoding import picture, strategies
 
@@ -265,6 +269,7 @@ def plan_slots(
         block_complexity=block_complexity,
         widths=widths,
         cache_block=cache_block,
+        diffusion_block=diffusion_block,
     )
     print(picture.draw(strategies.plan_of(options)))
     return 0

@@ -67,6 +67,17 @@ def is_sure(confidence: jax.Array, tau: jax.Array, measure: jax.Array) -> jax.Ar
     return jnp.where(is_entropy, (confidence <= tau) & (tau > 0), (confidence >= tau) & (tau < 1))
 
 
+def fills(confidence: jax.Array, is_open: jax.Array, tau: jax.Array, measure: jax.Array) -> jax.Array:
+    """[N, B] bool: which of the open places are filled, in any order: those that τ accepts, and the surest always.
+
+    Args:
+      confidence, is_open: [N, B]; among equals the first is the surest. tau: [N] float32. measure: [N] int32.
+    """
+    order = jnp.where(measure[:, None] == ENTROPY, -confidence, confidence)
+    surest = jnp.argmax(jnp.where(is_open, order, -jnp.inf), -1, keepdims=True)
+    return is_open & (is_sure(confidence, tau, measure) | (jnp.arange(confidence.shape[1]) == surest))
+
+
 def walk(parents: jax.Array, equal: jax.Array, sure: jax.Array, reach: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Go from the root through accepted drafts: (path [N, reach] of heads, last head [N], steps taken [N]).
 

@@ -55,6 +55,7 @@ class BlockCache:
     size: int
     proposer: Any
     name = "block"
+    block_size = 1
     takes_tau = True
 
     @property

@@ -63,14 +63,15 @@ class Generator:
           consume: the model is nobody else's, so its arrays may be freed where the decode step wants another layout.
           strategy: the fields of `marsjax.decoding.options.Options`, such as strategy="comb", k=4.
         """
-        options = Options.of(strategy)
+        options, objective = Options.of(strategy), None
         if hasattr(model, "generation"):
             pretrained, model = model, model.model
             tokenizer = pretrained.tokenizer if tokenizer is None else tokenizer
             eos_ids = eos_ids or pretrained.generation.eos_ids
             pad_id = pretrained.generation.pad_id if pad_id is None else pad_id
             mask_id = pretrained.mask_id if mask_id is None else mask_id
-            block_size = block_size or (pretrained.hf_config.get("marsjax") or {}).get("block_size")
+            trained = pretrained.hf_config.get("marsjax") or {}
+            block_size, objective = block_size or trained.get("block_size"), trained.get("objective")
         self.config = model.config
         self.tokenizer = tokenizer
         self.lanes = positive("lanes", lanes)
@@ -82,7 +83,7 @@ class Generator:
         embedding = model.embed_table.embedding[...]
         net, params = network.split(model, dtype, consume=consume)
         self._dtype = dtype
-        self._target = strategies.Target(net, params, embedding, tokenizer, mask_id, block_size)
+        self._target = strategies.Target(net, params, embedding, tokenizer, mask_id, block_size, objective)
         built, proposer_params, max_positions = self._built(options, draft)
         if prefill_chunk is None:
             prefill_chunk = 32 if net.for_cpu else 256

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, get_args
 from tyro.conf import arg
 
 MOST_SLOTS = 2048  # of a plan; more than any step should be fed
-Name = Literal["auto", "ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block"]
+Name = Literal[
+    "auto", "ar", "mars", "chain", "comb", "tree", "speculative", "lookup", "jacobi", "block", "block_diffusion"
+]
 Begin = Literal["mean", "last", "sample", "zero"]
 
 
@@ -20,8 +22,8 @@ class Options:
     Attributes:
       strategy: mars (several tokens a forward pass, by tau), ar (one), chain or comb (several, exactly those of ar
         while tau is 1), tree (the same with several guesses for each position), speculative (a draft model guesses),
-        lookup (the text so far guesses), jacobi, block (mars with the paper's cache), or auto: mars if the model allows
-        it.
+        lookup (the text so far guesses), jacobi, block (mars with the paper's cache), block_diffusion (any order inside
+        a block, for a model trained so), or auto: what the model was trained for, ar if it has no mask token.
       window: predictions a forward pass (mars, speculative); by default the block size of training (speculative: 1).
       k: drafts in a row (chain, comb, speculative, lookup, jacobi), depth of a tree; by default 4 (chain and comb: the
         block size of training, if there is one), 2 for a tree.
@@ -37,6 +39,7 @@ class Options:
       probe_velocity: memory of the probing masks' velocity, just below 1; by default they have none.
       draft_window: predictions a forward pass of the draft model (speculative), if that is a MARS model; 1 by default.
       cache_block: positions of a block of the paper's cache (block); 32 by default.
+      diffusion_block: positions of a block (block_diffusion); by default the block size of training.
     """
 
     strategy: Name = "auto"
@@ -52,6 +55,7 @@ class Options:
     probe_velocity: float | None = None
     draft_window: int | None = None
     cache_block: int | None = None
+    diffusion_block: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
@@ -85,7 +89,7 @@ class Options:
             raise ValueError("widths fix a tree's form; block_complexity, k and lookup are for one that follows")
         if self.probe is None and (self.probe_lambda is not None or self.probe_velocity is not None):
             raise ValueError("probe_lambda and probe_velocity are of probing masks; say probe as well")
-        for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block"):
+        for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block", "diffusion_block"):
             if getattr(self, option) is not None and positive(option, getattr(self, option)) > MOST_SLOTS:
                 raise ValueError(f"{option} must be at most {MOST_SLOTS}, got {getattr(self, option)}")
         _fraction("followers", self.followers)
@@ -106,6 +110,7 @@ OWNERS = {
     "probe_velocity": ("chain", "comb", "tree"),
     "draft_window": ("speculative",),
     "cache_block": ("block",),
+    "diffusion_block": ("block_diffusion",),
 }
 
 

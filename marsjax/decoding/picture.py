@@ -15,7 +15,7 @@ def draw(plan: SlotPlan) -> str:
             name = f"draft {next(numbers)}"
         else:
             name = "root" if slot == plan.root else "pending"
-        sees = " ".join("■" if seen else "·" for seen in plan.sees[slot][: slot + 1])
+        sees = " ".join("■" if seen else "·" for seen in plan.sees[slot][: plan.size if plan.both_ways else slot + 1])
         rows.append((str(slot), name, _at(plan.depth[slot]), sees, _use(plan, slot)))
     titles = ("slot", "what", "at", "sees the cache and slots 0 …", "its prediction")
     widths = [max(len(row[i]) for row in (titles, *rows)) for i in range(len(titles))]
@@ -38,6 +38,8 @@ def _at(depth: int) -> str:
 
 def _use(plan: SlotPlan, slot: int) -> str:
     following = _at(plan.depth[slot] + 1)
+    if plan.both_ways:
+        return f"{following}, taken if sure or the surest" if slot in plan.judged else "none needed"
     if slot == plan.root:
         return f"{following}, taken always"
     if slot in plan.heads:

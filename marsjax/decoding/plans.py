@@ -33,6 +33,7 @@ class SlotPlan:
       continues: the masks behind the last accepted slot give further tokens of this step, as far as τ allows; else
         they are asked for the drafts of the next step.
       dynamic: `parents` of drafts are an example only; `Drafts.parents` says.
+      both_ways: the pending run and the masks are two blocks, and inside a block slots see each other both ways.
     """
 
     name: str
@@ -41,6 +42,7 @@ class SlotPlan:
     parents: tuple[int, ...]
     continues: bool = False
     dynamic: bool = False
+    both_ways: bool = False
 
     def __post_init__(self) -> None:
         if len(self.kinds) != len(self.parents) or any(p >= i for i, p in enumerate(self.parents)):
@@ -102,7 +104,7 @@ class SlotPlan:
     @property
     def judged(self) -> tuple[int, ...]:
         """Slots whose predictions every step needs: the heads, and masks that give tokens if none depend on drafts."""
-        return (*self.heads, *(self.groups[0] if self.continues and not self.drafts else ()))
+        return (*self.heads, *(self.groups[0][: self.tail - 1] if self.continues and not self.drafts else ()))
 
     @property
     def head_rows(self) -> int:
@@ -112,7 +114,8 @@ class SlotPlan:
     @property
     def tail(self) -> int:
         """The most tokens a step can emit behind the accepted drafts."""
-        return 1 + (self.asks if self.continues else 0)
+        # Inside a block the last mask is there to be seen; what it would predict lies behind the block.
+        return 1 + (self.asks - self.both_ways if self.continues else 0)
 
     @property
     def window(self) -> int:
@@ -139,12 +142,19 @@ class SlotPlan:
     @functools.cached_property
     def depth(self) -> np.ndarray:
         """[S] int32, distance from the root; negative for the pending slots before it."""
-        steps = self.sees.sum(1).astype(np.int32)
+        steps = self._ancestors.sum(1).astype(np.int32)
         return steps - steps[self.root]
 
     @functools.cached_property
     def sees(self) -> np.ndarray:
-        """[S, S] bool, query slot × key slot: a slot sees its ancestors and itself."""
+        """[S, S] bool, query slot × key slot: a slot sees its ancestors and itself; `both_ways` all of its block."""
+        if not self.both_ways:
+            return self._ancestors
+        block = np.arange(self.size) // self.pending
+        return block[:, None] >= block
+
+    @functools.cached_property
+    def _ancestors(self) -> np.ndarray:
         sees = np.eye(self.size, dtype=bool)
         for slot, parent in enumerate(self.parents):
             if parent >= 0:
@@ -254,3 +264,10 @@ def block(size: int) -> SlotPlan:
     """A block of the paper's cache, as it is fed when one of its tokens is known."""
     kinds = (TOKEN,) + (MASK,) * (positive("cache_block", size) - 1)
     return SlotPlan("block", pending=1, kinds=kinds, parents=tuple(range(-1, size - 1)), continues=True)
+
+
+def block_diffusion(size: int) -> SlotPlan:
+    """A block in which nothing is known yet, behind the one before it."""
+    kinds = (TOKEN,) * positive("diffusion_block", size) + (MASK,) * size
+    parents = tuple(range(-1, 2 * size - 1))
+    return SlotPlan("block_diffusion", pending=size, kinds=kinds, parents=parents, continues=True, both_ways=True)

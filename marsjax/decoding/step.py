@@ -105,6 +105,7 @@ class Strategy:
 
     plan: SlotPlan
     proposer: Proposer = NO_PROPOSER
+    block_size = 1  # tokens that see each other both ways
 
     @property
     def name(self) -> str:
@@ -170,7 +171,8 @@ def admit(strategy: Strategy, state: State, new: jax.Array, tokens: jax.Array, l
 def prefill(
     network: Network, strategy: Strategy, chunk: int, params: Params, state: State, max_chunks: jax.Array
 ) -> State:
-    """Commit all of every prompt but its last token, `chunk` tokens a forward, at most `max_chunks` (data) forwards.
+    """Commit all of every prompt but its last token (block diffusion: but its last whole block and what follows),
+    `chunk` tokens a forward, at most `max_chunks` (data) forwards.
 
     T must be a multiple of `chunk`. What lies past a prompt is written too, and seen by nobody.
     """
@@ -201,17 +203,23 @@ def prefill_lane(
 
 
 def _prefill(network, strategy, chunk, params, state, max_chunks) -> State:
-    state = prefill_prompts(network, chunk, params.target, state, max_chunks)
+    state = prefill_prompts(network, chunk, params.target, state, max_chunks, strategy.block_size)
     return strategy.proposer.prefill(network, chunk, params, state, max_chunks)
 
 
-def prefill_prompts(network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array) -> State:
-    """`prefill` of one network, whose own `params` these are."""
+def prefill_prompts(
+    network: Network, chunk: int, params: Any, state: State, max_chunks: jax.Array, block_size: int = 1
+) -> State:
+    """`prefill` of one network, whose own `params` these are. A token sees its own block of B and those before it."""
+    chunk = max(block_size, chunk // block_size * block_size)
     slot = jnp.arange(chunk, dtype=jnp.int32)
-    sees = slot[:, None] >= slot
+    sees = slot[:, None] // block_size >= slot // block_size
+    whole = state.prompt // block_size * block_size - block_size
+    # Where T is no multiple of the chunk the last one begins earlier, on tokens that are committed already.
+    last = (state.tokens.shape[1] - chunk) // block_size * block_size
 
     def missing(state):
-        return jnp.clip(state.prompt - 1 - state.cursor, 0, chunk)
+        return jnp.clip(whole - jnp.minimum(state.cursor, last), 0, chunk) * (whole > state.cursor)
 
     def more(carry):
         chunks, state = carry
@@ -220,14 +228,16 @@ def prefill_prompts(network: Network, chunk: int, params: Any, state: State, max
     def body(carry):
         chunks, state = carry
         rows = state.cursor.shape[0]
-        positions = state.cursor[:, None] + slot
+        begin = jnp.minimum(state.cursor, last)
+        positions = begin[:, None] + slot
         tokens = jnp.take_along_axis(state.tokens, positions, 1, mode="clip")
-        attend = attend_cache_and_slots(state.cursor, jnp.broadcast_to(sees, (rows, chunk, chunk)))
+        attend = attend_cache_and_slots(begin, jnp.broadcast_to(sees, (rows, chunk, chunk)))
         _, slots = network.forward(params, tokens, positions, attend, state.cache)
         count = missing(state)
         first = jnp.zeros(rows, jnp.int32)
-        cache = network.commit(state.cache, slots, first, chunk, state.cursor, count > 0)
-        return chunks + 1, dataclasses.replace(state, cache=cache, cursor=state.cursor + count)
+        cache = network.commit(state.cache, slots, first, chunk, begin, count > 0)
+        cursor = jnp.where(count > 0, begin + count, state.cursor)
+        return chunks + 1, dataclasses.replace(state, cache=cache, cursor=cursor)
 
     return jax.lax.while_loop(more, body, (jnp.int32(0), state))[1]
 

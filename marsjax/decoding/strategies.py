@@ -10,6 +10,7 @@ import numpy as np
 
 from marsjax.decoding import plans
 from marsjax.decoding.block import BlockCache, Carry
+from marsjax.decoding.block_diffusion import BlockDiffusion
 from marsjax.decoding.draft_loading import Draft
 from marsjax.decoding.network import DecoderNetwork
 from marsjax.decoding.options import OWNERS, Options
@@ -31,7 +32,7 @@ DEFAULT_LAMBDA, DEFAULT_CACHE_BLOCK = 0.1, 32
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a strategy must know of the model it is for. `block_size`: B of training, if known."""
+    """What a strategy must know of the model it is for. `objective`, `block_size`: of its training, if known."""
 
     network: DecoderNetwork
     weights: Any
@@ -39,6 +40,7 @@ class Target:
     tokenizer: Any = None
     mask_id: int | None = None
     block_size: int | None = None
+    objective: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -61,6 +63,8 @@ def plan_of(options: Options, block_size: int | None = None) -> SlotPlan:
         return plans.drafted(k or DEFAULT_K, name)
     if name == "block":
         return plans.block(options.cache_block or DEFAULT_CACHE_BLOCK)
+    if name == "block_diffusion":
+        return plans.block_diffusion(options.diffusion_block or trained or DEFAULT_WINDOW)
     if options.widths is not None:
         return plans.tree(options.widths)
     depth, complexity = k or DEFAULT_DEPTH, options.block_complexity or DEFAULT_COMPLEXITY
@@ -92,7 +96,8 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
     """(strategy, what its proposer needs as params). Warns where masks are asked beyond what they were trained for."""
     name = options.strategy
     if name == "auto":
-        name = "ar" if target.mask_id is None else "mars"
+        diffuses = target.objective == "block_diffusion" and options.window is None
+        name = "ar" if target.mask_id is None else "block_diffusion" if diffuses else "mars"
         options = dataclasses.replace(options, strategy=name, window=options.window if name == "mars" else None)
     plan = plan_of(options, target.block_size)
     asks_token = options.probe is None and (plan.asks > 0 or name == "block")
@@ -103,7 +108,12 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
             f"{probing}"
         )
     option, asked = ("window", plan.tail) if plan.continues else ("k", plan.asks)
-    if asks_token and name != "block" and target.block_size is not None and asked > target.block_size:
+    if (
+        asks_token
+        and name not in ("block", "block_diffusion")
+        and target.block_size is not None
+        and asked > target.block_size
+    ):
         warnings.warn(
             f"{option} {asked} is beyond the block size {target.block_size} this model was trained with: what it "
             "predicts further ahead it has never learned",
@@ -111,6 +121,13 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
         )
     if name == "block":
         return BlockCache(plan.size, Carry(target.vocab_size)), ()
+    if name == "block_diffusion":
+        if target.block_size not in (None, plan.pending):
+            warnings.warn(
+                f"blocks of {plan.pending} are not those of {target.block_size} this model was trained with",
+                stacklevel=4,
+            )
+        return BlockDiffusion(plan.pending), ()
     if name == "jacobi":
         return Strategy(plan, Jacobi(plan.drafts)), ()
     if name == "lookup":
