@@ -23,13 +23,14 @@ class Forward:
     """How the network is run, whatever the objective; static under jit.
 
     dtype: compute dtype (weights stay float32). remat: a `jax.checkpoint_policies` name, or None to keep every
-    activation. chunk_bytes: bound on one chunk of logits. attention: see `two_stream_attend`.
+    activation. chunk_bytes: bound on one chunk of logits. attention, interpret: see `two_stream_attend`.
     """
 
     dtype: Any = jnp.float32
     remat: str | None = None
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     attention: Attention = "blocks"
+    interpret: bool | None = None
 
 
 class Sums(NamedTuple):
@@ -100,7 +101,8 @@ def mars(
 
 def score_clean(model: Decoder, batch: Any, target_rows: int | None, forward: Forward) -> tuple[jax.Array, RowScores]:
     """(total, scores [N, L]) of the supervised rows of the clean stream alone; with `target_rows`, [N, target_rows]."""
-    attend = causal_attend(single_stream_rows(batch.positions, batch.segments))
+    stream = single_stream_rows(batch.positions, batch.segments)
+    attend = causal_attend(stream, forward.attention, interpret=forward.interpret)
     hidden, _ = model(batch.tokens, positions=batch.positions, attend=attend, dtype=forward.dtype, remat=forward.remat)
     rows = _target_rows(batch, 1, target_rows)
     return _head(model, _take(hidden, rows), _take(batch.targets, rows), _all(batch, rows), forward)
@@ -139,7 +141,9 @@ def score_two_streams(
     hidden, _ = model(
         jnp.concatenate([batch.tokens, _take(noisy_tokens, rows)], axis=1),
         positions=jnp.concatenate([batch.positions, position], axis=1),
-        attend=two_stream_attend(clean_rows, noisy_rows, block_size, forward.attention, rule),
+        attend=two_stream_attend(
+            clean_rows, noisy_rows, block_size, forward.attention, rule, columns=rows, interpret=forward.interpret
+        ),
         dtype=forward.dtype,
         remat=forward.remat,
     )

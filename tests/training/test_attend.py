@@ -16,6 +16,7 @@ from marsjax.attention.masks import (
 )
 from marsjax.training import attend as module
 from marsjax.training.attend import causal_attend, two_stream_attend
+from marsjax.training.objectives import Forward, mars, needed_noisy_length, sft
 
 LENGTH = 96
 
@@ -113,6 +114,25 @@ def test_splash_is_the_same_attention(noisy):
 def test_splash_is_the_same_causal_attention():
     rows = Rows(*map(jnp.asarray, single_stream_rows(*documents(1))))
     assert_close(*(values_and_gradients(causal_attend(rows, name), LENGTH) for name in ("splash", "dense")))
+
+
+@pytest.mark.parametrize("name", ["mars", "compact mars", "sft"])
+def test_splash_in_the_objectives(make, tiny, name):
+    """Through the scanned layers, with remat, and with a length that is no multiple of the block size."""
+    batch = make.batch([make.documents(4, [9, 7]), make.documents(5, [13])], length=26, block_size=4)
+    noisy_length = needed_noisy_length(batch, 4) if name == "compact mars" else None
+    assert noisy_length is None or noisy_length < 26
+
+    def loss(params, forward):
+        model = tiny.build(params)
+        if name == "sft":
+            return sft(model, batch, forward=forward).numerator
+        return mars(model, batch, block_size=4, noisy_length=noisy_length, forward=forward).numerator
+
+    run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    kernel = run(tiny.params, Forward(attention="splash", remat="nothing_saveable"))
+    for got, want in zip(*(jax.tree.leaves(x) for x in (kernel, run(tiny.params, Forward()))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
 def test_compiling_for_a_tpu_that_is_not_here():
