@@ -57,9 +57,15 @@ class DataSection:
 
 @dataclass(frozen=True)
 class ObjectiveSection:
-    name: Literal["mars", "sft"] = _setting("mars", "MARS, or plain next-token fine-tuning")
+    name: Literal["mars", "sft", "block_diffusion"] = _setting(
+        "mars", "MARS, plain next-token fine-tuning, or the baseline that fills blocks in any order"
+    )
     block_size: int = _setting(4, "B: tokens a block of masks predicts")
-    ar_weight: float = _setting(1.0, "weight of the next-token loss beside the mask loss")
+    ar_weight: float = _setting(1.0, "mars: weight of the next-token loss beside the mask loss; 0 leaves it out")
+
+    @property
+    def has_masks(self) -> bool:
+        return self.name != "sft"
 
 
 @dataclass(frozen=True)
@@ -343,6 +349,8 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"optimizer.clip_norm={o.clip_norm} must be above 0; null turns clipping off"
     if not c.objective.ar_weight >= 0:
         yield f"objective.ar_weight={c.objective.ar_weight} must be at least 0"
+    if c.objective.name == "block_diffusion" and c.objective.ar_weight != ObjectiveSection.ar_weight:
+        yield f"objective.ar_weight={c.objective.ar_weight} belongs to mars; block_diffusion has one loss: leave it out"
     if not 0 < c.evaluation.tau <= 1:
         yield f"evaluation.tau={c.evaluation.tau} is outside 0 < tau <= 1"
     if c.evaluation.decode_prompts < 0:

@@ -1,7 +1,7 @@
 """Held-out evaluation: loss of each stream, accuracy and calibration by mask offset, tokens per forward."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ from marsjax.training.objectives import Forward, Scored, needed_noisy_length, sc
 from marsjax.training.state import Params, rebuild
 from marsjax.weights import Pretrained
 
+EvalStep = Callable[[Params, Any, int | None], dict[str, jax.Array]]  # (params, batch, noisy_length) → sums
 BINS = 10
 # Per row of a batch: what is added up in each cell [offset, bin of confidence].
 _FIELDS = ("count", "correct", "confidence", "cross_entropy")
 
 
-def make_eval_step(
-    config: ModelConfig, *, block_size: int | None, forward: Forward, unroll: bool = False
-) -> Callable[[Params, Any, int | None], dict[str, jax.Array]]:
+def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forward, unroll: bool = False) -> EvalStep:
     """eval_step(params, batch, noisy_length) → sums over the batch, as `summarize` takes them.
 
     `block_size` None scores the clean stream alone. Offset 1 of the clean stream is the AR prediction; noisy rows have
@@ -68,7 +67,7 @@ def _histogram(scores, offsets: jax.Array, highest: int) -> jax.Array:
 
 
 def evaluate(
-    eval_step: Callable[..., dict[str, jax.Array]],
+    eval_step: EvalStep,
     params: Params,
     batches: Iterable[Any],
     *,
@@ -91,9 +90,13 @@ def summarize(totals: dict[str, Any], *, ar_weight: float) -> dict[str, Any]:
     """JSON-able: loss, loss_ar, loss_mask, and for `ar` and each mask offset count, accuracy, confidence, calibration.
 
     `calibration_error` is the expected calibration error over ten bins of confidence:
-    Σ_bins (count / all) · |accuracy - confidence|.
+    Σ_bins (count / all) · |accuracy - confidence|. Block diffusion has its loss alone: rows see what they predict where
+    they are clean, and the masks of a block have no offsets.
     """
     denominator = totals["denominator"]
+    if "ar_numerator" not in totals:
+        loss = float(totals["mask_numerator"] / denominator)
+        return {"loss": loss, "loss_mask": loss}
     result: dict[str, Any] = {"loss_ar": float(totals["ar_numerator"] / denominator)}
     result["loss"] = result["loss_ar"]
     if "mask" in totals:
@@ -136,11 +139,12 @@ def decode(
     block_size: int | None,
     tau: float,
     max_new_tokens: int,
+    strategy: Literal["mars", "block_diffusion"] = "mars",
     dtype: Any = jnp.float32,
 ) -> dict[str, float]:
     """Decodes prompts (token ids) and says how many tokens a forward pass gave.
 
-    One token, by definition and without decoding, where a window holds no masks: `block_size` None (no MARS) or 1.
+    One token, by definition and without decoding, where a window holds no masks: `block_size` None (no masks) or 1.
     `make` gives the model in the list layout, with arrays of its own in `dtype`: the one copy of the weights that
     decoding holds, let go of on return.
     """
@@ -148,7 +152,8 @@ def decode(
         return {"tokens_per_forward": 1.0}
     from marsjax.decoding.generator import Generator
 
-    generator = Generator(make(), strategy="mars", window=block_size, dtype=dtype, consume=True)
+    size: dict[str, Any] = {"window" if strategy == "mars" else "diffusion_block": block_size}
+    generator = Generator(make(), strategy=strategy, dtype=dtype, consume=True, **size)
     results = generator.generate(list(prompts), tau=tau, max_new_tokens=max_new_tokens)
     forwards = sum(r.forwards for r in results)
     return {"tokens_per_forward": sum(len(r.ids) for r in results) / max(forwards, 1)}

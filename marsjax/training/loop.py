@@ -125,16 +125,14 @@ class _Run:
         self.config, self.directory, self.data = config, directory, data
         self.model_config = pretrained.model.config
         self.steps = setup.total_steps(config, data.batches)
-        self.block_size = config.objective.block_size if config.objective.name == "mars" else None
+        self.block_size = config.objective.block_size if config.objective.has_masks else None
         self.pretrained, self.dtype = pretrained, forward.dtype
         unroll = config.compute.unroll_layers
         schedule = make_schedule(config.optimizer, self.steps)
         optimizer = make_optimizer(config.optimizer, schedule)
         objective = setup.make_objective(config, forward)
         self.train_step = make_train_step(self.model_config, objective, optimizer, schedule, unroll=unroll)
-        self.eval_step = held_out.make_eval_step(
-            self.model_config, block_size=self.block_size, forward=forward, unroll=unroll
-        )
+        self.eval_step = setup.make_evaluation(config, self.model_config, forward)
         self.state = new_state(pretrained.model, optimizer, config.compute.seed)
         pretrained.model = None  # type: ignore[assignment]  # its arrays are the state's now, and will be donated
         self.compiled: set[int | None] = set()
@@ -260,6 +258,7 @@ class _Run:
             block_size=self.block_size,
             tau=section.tau,
             max_new_tokens=section.max_new_tokens,
+            strategy="block_diffusion" if self.config.objective.name == "block_diffusion" else "mars",
             dtype=self.dtype,
         )
 
@@ -272,8 +271,9 @@ class _Run:
         given = self.pretrained
         generation = given.generation.with_end(self.data.end_id)
         hf_config = given.hf_config
-        if self.block_size is not None:  # beyond it, generation warns
-            hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), "block_size": self.block_size}}
+        if self.block_size is not None:  # how to decode: "auto" asks, and other block sizes warn
+            trained = {"block_size": self.block_size, "objective": self.config.objective.name}
+            hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), **trained}}
         return Pretrained(model, given.tokenizer, generation, given.mask_id, hf_config)
 
     def _export(self) -> Path | None:
@@ -332,5 +332,5 @@ class _Pending:
             run.writer.write(step, "train", means)
             shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second")
             run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
-            if not run.progress.final.get("loss_ar") or run.data.held_out is None:
+            if not run.progress.evaluated or run.data.held_out is None:
                 run.progress.final = {"step": step, **means}

@@ -16,8 +16,9 @@ from marsjax.data.sources import open_source
 from marsjax.models import Decoder, ModelConfig
 from marsjax.text.chat import render_prompt, same_day, turn_end_id
 from marsjax.text.mask_token import ensure_mask_token
+from marsjax.training import block_diffusion
 from marsjax.training.config import ConfigError, ModelSection, TrainConfig
-from marsjax.training.evaluate import held_out_prompts
+from marsjax.training.evaluate import EvalStep, held_out_prompts, make_eval_step
 from marsjax.training.objectives import Forward, mars, sft
 from marsjax.training.step import Objective
 from marsjax.weights import GenerationDefaults, Pretrained, huggingface, load
@@ -36,7 +37,7 @@ def check_platform(wanted: str | None) -> str:
 
 def load_model(config: TrainConfig) -> Pretrained:
     """The model to train, layers stacked, in float32; with a mask token if the objective needs one."""
-    with_mask = config.objective.name == "mars"
+    with_mask = config.objective.has_masks
     if config.model.source is not None:
         return load(config.model.source, layout="stacked", dtype=jnp.float32, with_mask_token=with_mask)
     return new_model(config.model, with_mask_token=with_mask)
@@ -104,7 +105,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
         raise ConfigError(
             f"data.length={section.length} is beyond the model's {limit} positions; lower it to at most {limit}"
         )
-    mask_id = pretrained.mask_id if config.objective.name == "mars" else None
+    mask_id = pretrained.mask_id if config.objective.has_masks else None
     end_id = turn_end_id(tokenizer)
     form = BatchFormat(
         batch_size=section.batch_size,
@@ -114,7 +115,9 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
         end_id=end_id,
         pad_id=pretrained.generation.pad_id or 0,
         normalisation=section.normalisation,
-        fill_last_block_with_end=section.fill_last_block_with_end,
+        # Block diffusion decodes whole blocks, in which all see each other: one that is shorter in training would say
+        # where the answer ends.
+        fill_last_block_with_end=section.fill_last_block_with_end or config.objective.name == "block_diffusion",
     )
 
     def rows(source: str | dict) -> RowSet:
@@ -193,6 +196,10 @@ def make_objective(config: TrainConfig, forward: Forward) -> Objective:
     if config.objective.name == "sft":
         return lambda model, batch, key, noisy_length: sft(model, batch, target_rows=noisy_length, forward=forward)
     section = config.objective
+    if section.name == "block_diffusion":
+        return lambda model, batch, key, noisy_length: block_diffusion.block_diffusion(
+            model, batch, key, block_size=section.block_size, noisy_length=noisy_length, forward=forward
+        )
     return lambda model, batch, key, noisy_length: mars(
         model,
         batch,
@@ -201,3 +208,14 @@ def make_objective(config: TrainConfig, forward: Forward) -> Objective:
         noisy_length=noisy_length,
         forward=forward,
     )
+
+
+def make_evaluation(config: TrainConfig, model_config: ModelConfig, forward: Forward) -> EvalStep:
+    """What held-out batches are scored with; see `marsjax.training.evaluate.evaluate`."""
+    section, unroll = config.objective, config.compute.unroll_layers
+    if section.name == "block_diffusion":
+        return block_diffusion.make_eval_step(
+            model_config, block_size=section.block_size, forward=forward, unroll=unroll
+        )
+    block_size = section.block_size if section.has_masks else None
+    return make_eval_step(model_config, block_size=block_size, forward=forward, unroll=unroll)
