@@ -14,10 +14,12 @@ die() {
     exit 2
 }
 
-# One word as bash would have to read it.
+# One word as bash would have to read it; of --flag=value and name=value only the value is quoted.
 quote() {
     if [[ $1 =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]]; then
         printf '%s' "$1"
+    elif [[ $1 =~ ^([A-Za-z_-][A-Za-z0-9_.-]*=)(.+)$ ]]; then
+        printf '%s%s' "${BASH_REMATCH[1]}" "$(quote "${BASH_REMATCH[2]}")"
     else
         printf "'%s'" "${1//\'/\'\\\'\'}"
     fi

@@ -246,7 +246,7 @@ run_state() {
 
 # keep_going once|always: brings slice and run up, as often as needed; with once until it runs, else until it has ended.
 keep_going() {
-    local recreated=0 restarted=0 fresh=false state last=""
+    local recreated=0 restarted=0 fresh=false state last="" last_run=""
     while :; do
         state=$(slice_state)
         [[ $state == "$last" ]] || say "slice $NAME: $state"
@@ -263,8 +263,8 @@ keep_going() {
                 ;;
             READY)
                 state=$(run_state)
-                [[ $state == "$last" ]] || say "run on $NAME: $state"
-                last=$state
+                [[ $state == "$last_run" ]] || say "run on $NAME: $state"
+                last_run=$state
                 case $state in
                     running) [[ $1 == always ]] || return 0 ;;
                     done) return 0 ;;
