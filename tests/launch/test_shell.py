@@ -1,6 +1,7 @@
 """The launch scripts: what they print, what they refuse, and a run that is preempted, with gcloud and xpk replaced."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -413,3 +414,26 @@ def test_gke_watch(codes, recreate, returned, expected, tmp_path):
     run = shell("gke.sh", "watch", *GKE, *SLICE, *IMAGE, *options, *TRAIN, path=tmp_path)
     assert run.returncode == returned, run.stderr
     assert (tmp_path / "calls").read_text().split() == expected
+
+
+def test_the_pages_commands_are_accepted(tmp_path):
+    """Every command of docs/launching.md with its flags, as a dry run."""
+    page = (ROOT / "docs/launching.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    kept = [line for line in lines if re.match(r"launch/|[A-Z]+=", line)]
+    tried = [re.sub(r"(launch/\w+\.sh [a-z-]+)", r"\1 --dry-run", line) for line in kept]
+    for program in ("gcloud", "xpk", "kubectl", "docker"):
+        (tmp_path / program).write_text("#!/bin/sh\nexit 9\n")
+        (tmp_path / program).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = "set -euo pipefail\n" + "\n".join(tried)
+    run = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    for verb in ("queued-resources create", "queued-resources delete", "cluster create", "workload create"):
+        assert verb in run.stdout
+    (local,) = [line for line in lines if line.startswith("python launch/local.py")]
+    words = shlex.split(local)
+    command = [sys.executable, *words[1 : words.index("--") + 1], sys.executable, "-c", "print('as shown')"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert sorted(run.stdout.splitlines()) == ["[process 0] as shown", "[process 1] as shown"], run.stderr
