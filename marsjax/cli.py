@@ -3,11 +3,12 @@
 import json
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, arg, subcommand
 
 from marsjax.decoding.options import Options
 
@@ -275,6 +276,98 @@ def plan_slots(
     return 0
 
 
+@dataclass(frozen=True)
+class Build:
+    """Tokenise a source once, as training would, into files that training reads by index: data.train=rows:OUT.
+
+    Conversations that cannot be used are dropped and counted; OUT/statistics.json says how many and why. The files are
+    a data set of tensorflow-datasets too. Needs: pip install 'marsjax[data]'
+
+    Example: marsjax data build hf:openai/gsm8k/main gsm8k-rows --model Qwen/Qwen2.5-0.5B-Instruct --length 512
+    """
+
+    source: Positional[str]
+    """jsonl:PATH, arrayrecord:PATH, tfds:NAME[:SPLIT], hf:REPO[:SPLIT] or problems:SPLIT,count=N."""
+    out: Positional[Path]
+    """directory to write; it must not exist."""
+    model: str
+    """whose tokenizer: Hugging Face directory (weights are not read), hub id, .gguf file, or "demo"."""
+    length: int
+    """tokens a row, as data.length of the training."""
+    shards: int | None = None
+    """files to spread the rows over; by default one for 50,000 conversations."""
+    num_workers: int | None = None
+    """processes that tokenise; 0: this one. By default one a core for large sources."""
+    template_kwargs: dict[str, str] = field(default_factory=dict)
+    """arguments of the chat template, as data.template_kwargs of the training: NAME VALUE ..., values as in YAML."""
+
+    def __call__(self) -> int:
+        from marsjax.data.build import build
+        from marsjax.data.statistics import describe
+
+        maker = _row_maker(self.model, self.length, self.template_kwargs)
+        found = build(self.source, self.out, maker, shards=self.shards, num_workers=self.num_workers)
+        print(f"{describe(found)}\ntrain on it with data.train=rows:{self.out} data.length={self.length}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Count what training would make of a source, and write nothing; or show what a built directory's build counted.
+
+    Example: marsjax data stats my.jsonl --model demo --length 256
+    """
+
+    source: Positional[str]
+    """as for build, or rows:DIRECTORY for what it wrote."""
+    model: str | None = None
+    """whose tokenizer, as for build."""
+    length: int | None = None
+    """tokens a row, as for build."""
+    num_workers: int | None = None
+    """processes that tokenise, as for build."""
+    template_kwargs: dict[str, str] = field(default_factory=dict)
+    """arguments of the chat template, as for build."""
+    json_: Annotated[bool, arg(name="json")] = False
+    """print one JSON object."""
+
+    def __call__(self) -> int:
+        from marsjax.data.loading import BUILT
+        from marsjax.data.statistics import describe, read_statistics, survey, to_json
+
+        if self.source.startswith(BUILT):
+            found = read_statistics(Path(self.source.removeprefix(BUILT)).expanduser())
+        elif self.model is None or self.length is None:
+            raise ValueError(f"the tokens of {self.source} depend on --model and --length; give both")
+        else:
+            maker = _row_maker(self.model, self.length, self.template_kwargs)
+            found = survey(self.source, maker, self.num_workers)
+        print(json.dumps(to_json(found), ensure_ascii=False) if self.json_ else describe(found))
+        return 0
+
+
+def _row_maker(model: str, length: int, template_kwargs: dict[str, str]):
+    import yaml
+
+    from marsjax.data.loading import row_maker
+    from marsjax.data.tokenizers import tokenizer_and_mask
+
+    if length < 2:
+        raise ValueError(f"--length must be at least 2, got {length}")
+    tokenizer, mask_id = tokenizer_and_mask(model)
+    values = {name: yaml.safe_load(value) for name, value in template_kwargs.items()}
+    return row_maker(tokenizer, length, mask_id, None, values)
+
+
+def data(
+    command: Annotated[
+        Annotated[Build, subcommand(name="build")] | Annotated[Stats, subcommand(name="stats")], arg(name="")
+    ],
+) -> int:
+    """Tokenise data once and for all (build), or count what there is in it (stats)."""
+    return command()
+
+
 def _keep_compiled_programs() -> None:
     from marsjax import compilation_cache
 
@@ -287,6 +380,7 @@ COMMANDS = {
     "generate": generate,
     "batch": batch,
     "convert": convert,
+    "data": data,
     "settings": settings,
     "plan-slots": plan_slots,
 }

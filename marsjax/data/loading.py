@@ -10,6 +10,8 @@ from marsjax.data.row_sets import RowSet, TokenisedRows
 from marsjax.data.rows import RowMaker
 from marsjax.text.chat import Message, same_day, turn_end_id
 
+BUILT = "rows:"  # before a directory that marsjax data build wrote
+
 
 def load_rows(
     source: str | Mapping[str, float] | Sequence[list[Message]],
@@ -20,7 +22,8 @@ def load_rows(
     end_id: int | None = None,
     **template_kwargs: Any,
 ) -> RowSet:
-    """Rows of a source (see marsjax.data.sources), or of a mixture {source: weight}, at most `length` tokens each.
+    """Rows of a source (see marsjax.data.sources), of a mixture {source: weight}, or of what `marsjax data build` wrote
+    (rows:DIRECTORY), at most `length` tokens each.
 
     `end_id` closes answers; by default it is the token with which the chat template closes a turn. A template that
     writes the date writes the same one on every day (`same_day`), so that a run goes on with the rows it began with.
@@ -30,6 +33,10 @@ def load_rows(
         weights = check_weights(source)
         return MixedRows({name: load_rows(name, tokenizer, **options) for name in weights}, weights)
     maker = row_maker(tokenizer, length, mask_id, end_id, template_kwargs)
+    if isinstance(source, str) and source.startswith(BUILT):
+        from marsjax.data.built import BuiltRows
+
+        return BuiltRows(source.removeprefix(BUILT), maker)
     return TokenisedRows(source, maker)
 
 
