@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import AxisType, PartitionSpec
 
-from marsjax.attention.masks import CLEAN, Rows, causal, two_stream
+from marsjax.attention.masks import CLEAN, NOISY, Rows, causal, two_stream
 
 MAX_LENGTH = 2**15  # a row's column and its place in the noisy stream share an int32 with the stream's sign
 LANES = 128
@@ -145,30 +145,27 @@ class TwoStreamMask:
     rule: Callable = two_stream
 
     def __call__(self, rows, keys):
+        xp = jnp if isinstance(rows, jax.Array) else np
         sign = rows >> 31  # -1 in noisy rows, 0 in clean ones
         rows = rows ^ sign
         column, place = rows & 0xFFFF, rows >> 16
+        # A noisy key's column is not known here. But it is as far from the row's column as their places are apart
+        # when both are of one block, and what this gives for a key of another block is never in the row's.
+        noisy = keys >= self.start
+        key_column = keys + xp.where(noisy, column - place - self.start, 0)
         query = Rows(-sign, column, self._block(column), 1)
-
-        # A noisy key's column is not known here, but only that of the row's own block is asked for, and runs of
-        # block_size noisy rows are blocks: such a key stands where the row's block begins, plus its offset.
-        sign = (self.start - 1 - keys) >> 31
-        key_place = keys - self.start
-        key_block = self._block(key_place & sign)
-        own = key_block == self._block(place)
-        own_column = query.block * self.block_size + key_place - key_block * self.block_size
-        where = jnp.where if isinstance(rows, jax.Array) else np.where
-        noisy = sign != 0
-        position = where(noisy, own_column, keys)
-        block = where(noisy, where(own, query.block, -1), self._block(keys))
-        return self.rule(query, Rows(-sign, position, block, 1))
+        key = Rows(xp.where(noisy, NOISY, CLEAN), key_column, self._block(key_column), 1)
+        return self.rule(query, key)
 
     def _block(self, column):
-        """column // block_size for 0 <= column < 2**16; the vector unit has no integer division."""
+        """column // block_size for 0 <= column < 2**16, with no integer division, which the vector unit lacks.
+
+        Half a column keeps the quotient further from whole numbers than float32 rounds it.
+        """
         shift = self.block_size.bit_length() - 1
         if self.block_size == 1 << shift:
             return column >> shift
-        return column // self.block_size
+        return ((column + 0.5) * (1 / self.block_size)).astype(np.int32)
 
 
 def visits(layout: Layout, block_q: int, block_kv: int) -> np.ndarray:

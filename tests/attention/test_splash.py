@@ -141,6 +141,14 @@ def test_ids_say_what_rows_say(length, noisy, block_size, rule, xp):
     np.testing.assert_array_equal(got, dense_mask(rule, rows)[0])
 
 
+def test_blocks_are_exact():
+    columns = np.arange(2**16, dtype=np.int32)
+    for block_size in (1, 2, 3, 5, 6, 7, 12, 100, 1023, 4096):
+        for xp in (np, jnp):
+            blocks = TwoStreamMask(block_size, 0)._block(xp.asarray(columns))
+            np.testing.assert_array_equal(blocks, columns // block_size)
+
+
 def by_tile(mask, reduce, block_q, block_kv):
     q, kv = mask.shape
     return reduce(mask.reshape(q // block_q, block_q, kv // block_kv, block_kv), axis=(1, 3))

@@ -14,9 +14,10 @@ from marsjax.attention.masks import (
     stream_rows,
     two_stream,
 )
+from marsjax.data.pipeline import needed_target_rows
 from marsjax.training import attend as module
 from marsjax.training.attend import causal_attend, two_stream_attend
-from marsjax.training.objectives import Forward, mars, needed_noisy_length, sft
+from marsjax.training.objectives import Forward, mars, sft
 
 LENGTH = 96
 
@@ -120,7 +121,7 @@ def test_splash_is_the_same_causal_attention():
 def test_splash_in_the_objectives(make, tiny, name):
     """Through the scanned layers, with remat, and with a length that is no multiple of the block size."""
     batch = make.batch([make.documents(4, [9, 7]), make.documents(5, [13])], length=26, block_size=4)
-    noisy_length = needed_noisy_length(batch, 4) if name == "compact mars" else None
+    noisy_length = needed_target_rows(batch, 4) if name == "compact mars" else None
     assert noisy_length is None or noisy_length < 26
 
     def loss(params, forward):
@@ -135,13 +136,16 @@ def test_splash_in_the_objectives(make, tiny, name):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
-def test_compiling_for_a_tpu_that_is_not_here():
-    rows = single_stream_rows(*(jnp.asarray(x) for x in documents(1)))
-    q = jax.ShapeDtypeStruct((2, LENGTH, 2, 64), jnp.bfloat16)
-    for interpret, kernel in ((False, True), (True, False)):
-        attend = causal_attend(rows, "splash", interpret=interpret)
-        traced = jax.jit(lambda q, k, v, attend=attend: attend(q, k, v, None)[0]).trace(q, q, q)
-        assert ("tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()) == kernel
+@pytest.mark.parametrize(("block_size", "noisy", "head_dim"), [(4, LENGTH, 64), (4, 48, 128), (3, 60, 64)])
+def test_lowering_for_a_tpu_that_is_not_here(block_size, noisy, head_dim):
+    clean, noisy_rows, columns = streams(block_size, noisy)
+    shapes = (jax.ShapeDtypeStruct((2, LENGTH + noisy, h, head_dim), jnp.bfloat16) for h in (14, 2, 2))
+    q, k, v = shapes
+    for interpret, kernels in ((False, 3), (True, 0)):  # forward, and backward to q and to k and v
+        attend = two_stream_attend(clean, noisy_rows, block_size, "splash", columns=columns, interpret=interpret)
+        gradient = jax.grad(lambda q, k, v, attend=attend: attend(q, k, v, None)[0].sum(), argnums=(0, 1, 2))
+        text = jax.jit(gradient).trace(q, k, v).lower(lowering_platforms=("tpu",)).as_text()
+        assert text.count("tpu_custom_call") == kernels
 
 
 def test_refusals():
