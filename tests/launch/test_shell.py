@@ -227,7 +227,8 @@ def test_refused_before_the_first_call(script, words, message, tmp_path):
 
 # --- a slice of two hosts that is not there --------------------------------------------------------------------------
 
-# gcloud, with two directories for the hosts' homes, in which the scripts' own lines run. `preempt` takes the slice.
+# gcloud, with two directories for the hosts' homes, in which the scripts' own lines run. `preempt` takes the slice
+# and says where it is seen: at the node alone, or at the request too.
 GCLOUD = """#!/usr/bin/env python3
 import json, os, pathlib, shutil, signal, subprocess, sys
 here = pathlib.Path(__file__).parent
@@ -249,19 +250,18 @@ elif what == ["queued-resources", "create"]:
 elif what == ["queued-resources", "describe"]:
     if now == "absent":
         sys.exit("ERROR: (gcloud.compute.tpus.queued-resources.describe) NOT_FOUND: Resource was not found")
-    print({"waiting": "WAITING_FOR_RESOURCES", "ready": "ACTIVE", "preempted": "SUSPENDED"}[now])
+    print({"waiting": "WAITING_FOR_RESOURCES", "ready": "ACTIVE", "node": "ACTIVE", "request": "SUSPENDED"}[now])
     if now == "waiting":
         state.write_text("ready")
 elif what == ["tpu-vm", "describe"]:
     if (here / "preempt").exists():
+        state.write_text((here / "preempt").read_text())
         (here / "preempt").unlink()
         for pid in (here / "homes").glob("*/marsjax-run/pid"):
             os.killpg(int(pid.read_text()), signal.SIGKILL)
         shutil.rmtree(here / "homes")
-        state.write_text("preempted")
-        print("PREEMPTED")
-    else:
-        print("READY")
+        now = "node"
+    print("READY" if now == "ready" else "PREEMPTED")
 elif what == ["queued-resources", "delete"]:
     assert now != "absent" and "--force" in words
     state.unlink()
@@ -317,13 +317,15 @@ def wait_for(condition, seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_watch_asks_for_a_new_slice_after_a_preemption_and_starts_the_same_command(cloud):
+@pytest.mark.parametrize("seen_at", ["node", "request"])
+def test_watch_asks_for_a_new_slice_after_a_preemption_and_starts_the_same_command(seen_at, cloud):
     code = 'echo "$WORKER $MARSJAX_COORDINATOR" >>"$0/starts"; [ -e "$0/second" ] || sleep 100'
     watch = start(cloud, "watch", code=code)
     starts = cloud / "starts"
     wait_for(lambda: starts.exists() and len(starts.read_text().splitlines()) == 2)
     (cloud / "second").touch()
-    (cloud / "preempt").touch()
+    (cloud / "new").write_text(seen_at)
+    (cloud / "new").rename(cloud / "preempt")
     _, said = watch.communicate(timeout=60)
     assert watch.returncode == 0, said
     assert sorted(starts.read_text().splitlines()) == ["0 auto"] * 2 + ["1 auto"] * 2
