@@ -49,6 +49,10 @@ class BatchFormat:
     normalisation: Normalisation = "token"
     fill_last_block_with_end: bool = False
 
+    @property
+    def filled_block(self) -> int | None:
+        return self.block_size if self.fill_last_block_with_end else None
+
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("length", 2), ("block_size", 1)):
             value = getattr(self, name)
@@ -58,25 +62,33 @@ class BatchFormat:
             raise ValueError(f"normalisation must be 'token' or 'sequence', got {self.normalisation!r}")
 
 
-def make_batch(rows: Sequence[Row], form: BatchFormat) -> Batch:
-    """Up to `batch_size` rows, one document each, padded on the right; missing rows are padding throughout."""
-    if len(rows) > form.batch_size:
-        raise ValueError(f"{len(rows)} rows do not fit a batch of {form.batch_size}")
-    shape = (form.batch_size, form.length)
+def make_batch(rows: Sequence[Row | Sequence[Row]], form: BatchFormat, size: int | None = None) -> Batch:
+    """Up to `size` (None: `batch_size`) rows of one document, or of several, each at a multiple of the block size.
+
+    Rows are padded on the right; missing rows are padding throughout.
+    """
+    size = form.batch_size if size is None else size
+    if len(rows) > size:
+        raise ValueError(f"{len(rows)} rows do not fit a batch of {size}")
+    shape = (size, form.length)
     tokens = np.full(shape, form.pad_id, np.int32)
     supervised = np.zeros(shape, bool)
     segments = np.zeros(shape, np.int32)
     positions = np.zeros(shape, np.int32)
-    for n, row in enumerate(rows):
-        if form.fill_last_block_with_end:
-            row = fill_last_block(row, form.block_size, form.end_id, form.length)
-        size = len(row.ids)
-        if size > form.length:
-            raise ValueError(f"a row of {size} tokens does not fit batches of length {form.length}")
-        tokens[n, :size] = row.ids
-        supervised[n, :size] = row.supervised
-        segments[n, :size] = 1
-        positions[n, :size] = np.arange(size)
+    for n, content in enumerate(rows):
+        documents = [content] if isinstance(content, Row) else content
+        start = 0
+        for number, document in enumerate(documents, start=1):
+            if form.filled_block is not None:
+                document = fill_last_block(document, form.filled_block, form.end_id, form.length - start)
+            end = start + len(document.ids)
+            if end > form.length:
+                raise ValueError(f"a row of {end} tokens does not fit batches of length {form.length}")
+            tokens[n, start:end] = document.ids
+            supervised[n, start:end] = document.supervised
+            segments[n, start:end] = number
+            positions[n, start:end] = np.arange(len(document.ids))
+            start = -(-end // form.block_size) * form.block_size
     return align(tokens, supervised, positions, segments, form)
 
 

@@ -6,15 +6,17 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import xla_bridge  # the public modules do not tell whether a backend is there without starting one
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.parallel.roll_call import LOOPBACK, StartError, roll_call
 
-__all__ = ["StartError", "agree", "any_process", "barrier", "is_main", "start_processes"]
+__all__ = ["LateAgreement", "StartError", "agree", "any_process", "barrier", "is_main", "start_processes"]
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,31 @@ def any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.asarray(bool(flag)))))
+
+
+class LateAgreement:
+    """Whether a flag is set in any process, without waiting for the others: each call says what was so at the last one.
+
+    With one process it is so at once. All processes call it equally often.
+    """
+
+    def __init__(self) -> None:
+        self._before: jax.Array | None = None
+
+    def __call__(self, flag: bool) -> bool:
+        if jax.process_count() == 1:
+            return flag
+        mesh = Mesh(np.array(jax.devices()), ("device",))
+        flags = jax.make_array_from_process_local_data(
+            NamedSharding(mesh, PartitionSpec("device")), np.full(jax.local_device_count(), flag)
+        )
+        before, self._before = self._before, _any(flags, NamedSharding(mesh, PartitionSpec()))
+        return before is not None and bool(before)
+
+
+@partial(jax.jit, static_argnums=1)
+def _any(flags: jax.Array, everywhere: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(flags.any(), everywhere)
 
 
 def _settings(coordinator: str | None, processes: int | None, process_id: int | None) -> _Settings:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from marsjax.parallel.start import agree, barrier, is_main
 from marsjax.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -23,13 +26,16 @@ class SaveError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run: the newest `keep`, and the best by the evaluation's loss.
 
-    Saving blocks until the step is on disk: the state is donated to the next step, and a failing writer must end the
-    run. Directories that a crash left half-written are never read, and do not stop later saves.
+    Saving returns when the state has left the devices, which may then go on; the files are written meanwhile. Their
+    fate is asked for before the next save and by `wait`: a failing writer ends the run. Directories that a crash left
+    half-written are never read, and do not stop later saves. Of several processes each writes its own part, and all
+    call the same methods.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 1):
         self.directory = epath.Path(Path(directory).expanduser().resolve())
         self.keep = keep
+        self._writing: tuple[int, int | None, ocp.AsyncResponse[None]] | None = None
 
     def steps(self) -> list[int]:
         """Steps with a directory of their own, readable or not, ascending; temporary directories have other names."""
@@ -38,19 +44,41 @@ class Checkpoints:
         return sorted(int(found.name) for found in self.directory.iterdir() if found.name.isdecimal())
 
     def save(self, state: TrainState, host: dict[str, Any], *, best_step: int | None = None) -> int:
-        """Writes the state under its own step, then deletes what is neither among the newest nor the best."""
+        """Begins to write the state under its own step. The step is there, and what is neither among the newest nor the
+        best is gone, once `wait` returns. Raises SaveError, also for the save before."""
+        self.wait()
         step = int(state.step)
-        try:
+        with self._failing(step):
             # First, so that a place which cannot be written fails here: orbax's threads would wait minutes for it.
             self.directory.mkdir(parents=True, exist_ok=True)
             # Written beside its place and renamed at the end.
-            ocp.save(
-                self.directory / str(step), state._asdict(), overwrite=True, custom_metadata={HOST: json.dumps(host)}
+            path, notes = self.directory / str(step), {HOST: json.dumps(host)}
+            self._writing = (
+                step,
+                best_step,
+                ocp.save_async(path, state._asdict(), overwrite=True, custom_metadata=notes),
             )
-            # Steps past this one belong to a run that was given up, or cannot be read.
-            kept = {*[s for s in self.steps() if s <= step][-self.keep :], best_step}
-            for old in set(self.steps()) - kept:
-                (self.directory / str(old)).rmtree()
+        return step
+
+    def wait(self) -> None:
+        """Returns when nothing is being written. Raises SaveError if that failed."""
+        if self._writing is None:
+            return
+        step, best_step, response = self._writing
+        self._writing = None
+        with self._failing(step):
+            response.result()
+            barrier(f"saved {step}")
+            if is_main():
+                # Steps past this one belong to a run that was given up, or cannot be read.
+                kept = {*[s for s in self.steps() if s <= step][-self.keep :], best_step}
+                for old in set(self.steps()) - kept:
+                    (self.directory / str(old)).rmtree()
+
+    @contextmanager
+    def _failing(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             good = [s for s in self.steps() if s < step]
             raise SaveError(
@@ -58,7 +86,6 @@ class Checkpoints:
                 + (f"The newest good one is step {good[-1]}; " if good else "There is no earlier one; ")
                 + "free the disk or choose another output.directory, and run the same command again"
             ) from error
-        return step
 
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
         """(state, host notes) of the newest readable step, or of the one asked for; None if there is none at all.
@@ -67,8 +94,9 @@ class Checkpoints:
         A step that cannot be read is skipped with a warning that names it. If there are steps and none can be read,
         or not the one asked for, RuntimeError lists why: starting anew would overwrite them.
         """
+        self.wait()
         wanted = abstract(like)._asdict()
-        candidates = self.steps()[::-1] if step is None else [step]
+        candidates = agree(self.steps()[::-1]) if step is None else [step]
         failures = []
         for candidate in candidates:
             try:

@@ -14,6 +14,7 @@ import yaml
 
 from marsjax.data.mixture import check_weights
 from marsjax.data.sources import DataError
+from marsjax.parallel.slices import parse_slice
 from marsjax.training.yaml_text import read_yaml
 
 
@@ -45,7 +46,10 @@ class DataSection:
     train: str | dict = field(
         default="", metadata={"help": "a source such as jsonl:PATH (docs/data.md), or a mixture {SOURCE: WEIGHT, ...}"}
     )
-    length: int = _setting(512, "tokens a row; longer prompts are dropped, longer answers cut")
+    length: int = _setting(512, "tokens a document; longer prompts are dropped, longer answers cut")
+    packing: bool = _setting(False, "several documents a row, each at a multiple of the block size")
+    row_length: int | None = _setting(None, "with packing: tokens a row; None: data.length")
+    noisy_length: int | None = _setting(None, "with packing: noisy rows computed a row; None: what the data need")
     batch_size: int = _setting(32, "rows an optimiser step")
     accumulation: int = _setting(1, "microbatches a step is split into")
     epochs: int | None = _setting(None, "times through the data; None: as often as steps needs")
@@ -78,6 +82,9 @@ class OptimizerSection:
     b2: float = _setting(0.999, "Adam's decay of the square")
     eps: float = _setting(1e-8, "Adam's epsilon")
     weight_decay: float = _setting(0.0, "decoupled decay of matrices; never of norms, biases and embeddings")
+    moments: Literal["float32", "bfloat16", "factored"] = _setting(
+        "float32", "Adam's moments; bfloat16: the mean only; factored: that, and the square by rows and columns"
+    )
     clip_norm: float | None = _setting(1.0, "bound on the gradients' global norm; None: no clipping")
 
 
@@ -86,10 +93,29 @@ class ComputeSection:
     platform: Literal["cpu", "gpu", "tpu"] | None = _setting(None, "stop unless JAX runs on this; None: take any")
     dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "compute dtype; auto: float32 on a CPU only")
     remat: str | None = _setting(None, "a jax.checkpoint_policies name such as nothing_saveable; None: keep all")
-    chunk_mib: int = _setting(256, "bound on one chunk of logits, MiB")
-    attention: Literal["blocks", "dense"] = _setting("blocks", "blocks: half the work; dense: any alignment")
+    chunk_mib: int = _setting(256, "bound on one chunk of logits of a device, MiB")
+    attention: Literal["auto", "splash", "blocks", "dense"] = _setting(
+        "auto", "splash: the TPU's kernel; blocks: half the work of dense; dense: any alignment; auto: splash on a TPU"
+    )
     unroll_layers: bool = _setting(False, "no scan over layers: quicker steps of small models, slower compilation")
     seed: int = _setting(0, "seed of everything the objective draws")
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    accelerator: str | None = _setting(None, "slice the run is meant for, such as v5p-32; marsjax plan compiles for it")
+    slice: int = _setting(1, "slices; the batch is split over them")
+    data: int = _setting(1, "ways the batch is split, weights replicated")
+    fsdp: int = _setting(-1, "ways batch and weights are split; one of the four may be -1: what is left of the devices")
+    tensor: int = _setting(1, "ways heads, MLP and vocabulary are split")
+    coordinator: str | None = _setting(None, "several processes: host:port of process 0, or auto; also by environment")
+    processes: int | None = _setting(None, "with host:port: how many there are")
+    process_id: int | None = _setting(None, "with host:port: which one this is")
+    start_timeout: float | None = _setting(None, "seconds to wait for all processes; None: 300")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"slice": self.slice, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,8 @@ class OutputSection:
     export: Literal["last", "best", "none"] = _setting("last", "which weights are exported to DIRECTORY/export")
     export_dtype: Literal["float32", "bfloat16", "float16"] = _setting("float32", "dtype of the exported weights")
     log_every: int = _setting(10, "steps between lines of metrics")
+    profile_at: int | None = _setting(None, "step at which a profiler trace of profile_steps begins; None: none")
+    profile_steps: int = _setting(3, "steps of the trace, written to DIRECTORY/profile")
     tensorboard: bool = _setting(True, "write TensorBoard events beside metrics.jsonl")
 
 
@@ -125,6 +153,7 @@ class TrainConfig:
     objective: ObjectiveSection = field(default_factory=ObjectiveSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     compute: ComputeSection = field(default_factory=ComputeSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     output: OutputSection = field(default_factory=OutputSection)
@@ -133,11 +162,16 @@ class TrainConfig:
         if problems := list(_problems(self)):
             raise ConfigError("\n".join(problems))
 
+    @property
+    def row_length(self) -> int:
+        """Tokens a row of a batch."""
+        return self.data.row_length or self.data.length
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-RESUME_MAY_CHANGE = ("evaluation", "checkpoint", "output")
+RESUME_MAY_CHANGE = ("parallel", "evaluation", "checkpoint", "output")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -285,6 +319,8 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         "checkpoint.every": c.checkpoint.every,
         "checkpoint.keep": c.checkpoint.keep,
         "output.log_every": c.output.log_every,
+        "output.profile_steps": c.output.profile_steps,
+        "output.profile_at": 1 if c.output.profile_at is None else c.output.profile_at,
         "data.epochs": 1 if c.data.epochs is None else c.data.epochs,
         "optimizer.steps": 1 if c.optimizer.steps is None else c.optimizer.steps,
         "checkpoint.stop_after": 1 if c.checkpoint.stop_after is None else c.checkpoint.stop_after,
@@ -324,6 +360,29 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield "give optimizer.steps or data.epochs: how long to train"
     if c.data.accumulation >= 1 and c.data.batch_size % c.data.accumulation:
         yield f"data.batch_size={c.data.batch_size} is not a multiple of data.accumulation={c.data.accumulation}"
+    d, b, row_length = c.data, c.objective.block_size, c.row_length
+    if not d.packing:
+        for name in ("row_length", "noisy_length"):
+            if getattr(d, name) is not None:
+                yield f"data.{name}={getattr(d, name)} goes with data.packing=true"
+    elif b >= 1 and row_length % b:
+        yield f"packed rows of {row_length} tokens (data.row_length) are no multiple of objective.block_size={b}"
+    elif row_length < d.length:
+        yield f"data.row_length={row_length} is shorter than a document of data.length={d.length} may be"
+    elif d.noisy_length is not None and (d.noisy_length % b or not 0 < d.noisy_length <= row_length):
+        yield f"data.noisy_length={d.noisy_length} must be a multiple of {b} (block_size) and at most {row_length}"
+    if list(c.parallel.sizes.values()).count(-1) > 1:
+        yield f"of parallel.slice, data, fsdp and tensor only one may be -1, got {c.parallel.sizes}"
+    for name, size in c.parallel.sizes.items():
+        if size < 1 and size != -1:
+            yield f"parallel.{name}={size} must be at least 1, or -1 for what is left of the devices"
+    if c.parallel.accelerator is not None:
+        try:
+            parse_slice(c.parallel.accelerator)
+        except ValueError as error:
+            yield f"parallel.accelerator: {error}"
+    if c.parallel.start_timeout is not None and not c.parallel.start_timeout > 0:
+        yield f"parallel.start_timeout={c.parallel.start_timeout} must be above 0, in seconds"
     for name, seed in (
         ("data.seed", c.data.seed),
         ("model.init_seed", c.model.init_seed),

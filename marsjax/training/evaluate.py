@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from marsjax.data.pipeline import needed_target_rows
 from marsjax.models import ModelConfig
 from marsjax.training.losses import RowScores
-from marsjax.training.objectives import Forward, Scored, needed_noisy_length, score_clean, score_two_streams
+from marsjax.training.objectives import Forward, Scored, score_clean, score_two_streams
 from marsjax.training.state import Params, rebuild
 from marsjax.weights import Pretrained
 
@@ -35,6 +36,7 @@ def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forw
         scores = score_two_streams(
             model, batch, block_size=block_size, noisy_length=noisy_length, clean=scored, noisy=scored, forward=forward
         )
+        assert scores.clean is not None
         weights, offsets = (jnp.take_along_axis(x, scores.rows, axis=1) for x in (batch.weights, batch.offsets))
         return {
             **_clean_sums(batch, weights, scores.clean),
@@ -73,12 +75,16 @@ def evaluate(
     *,
     block_size: int | None,
     ar_weight: float = 1.0,
+    place: Callable[[Any], Any] = lambda batch: batch,
 ) -> dict[str, Any]:
-    """Runs over all batches; every row counts once (padding rows weigh nothing). See `summarize` for the result."""
+    """Runs over all batches; every row counts once (padding rows weigh nothing). See `summarize` for the result.
+
+    `place` puts a batch where the parameters lie.
+    """
     totals: dict[str, Any] = {}
     for batch in batches:
-        noisy_length = None if block_size is None else needed_noisy_length(batch, block_size)
-        sums = eval_step(params, batch, noisy_length)
+        noisy_length = None if block_size is None else needed_target_rows(batch, block_size)
+        sums = eval_step(params, place(batch), noisy_length)
         for name, value in sums.items():  # float64 on the host: counts stay exact
             totals[name] = totals.get(name, 0.0) + np.asarray(value, np.float64)
     if not totals or not totals["denominator"]:

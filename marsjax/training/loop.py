@@ -6,23 +6,26 @@ import os
 import shutil
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import yaml
+from jax.sharding import Mesh
 
 from marsjax.models import Decoder
+from marsjax.parallel.start import LateAgreement, is_main, start_processes
 from marsjax.training import evaluate as held_out
 from marsjax.training import setup
-from marsjax.training.checkpoints import Checkpoints, abstract
+from marsjax.training.checkpoints import Checkpoints
 from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, differences
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
-from marsjax.training.objectives import check_aligned, needed_noisy_length
+from marsjax.training.objectives import Forward, check_aligned
 from marsjax.training.optimizer import make_optimizer, make_schedule
-from marsjax.training.state import copy_as_list, new_state, rebuild
-from marsjax.training.step import make_train_step, split_microbatches
+from marsjax.training.state import abstract_state, copy_as_list, new_state, rebuild
+from marsjax.training.step import batch_sharding, make_train_step, place_batch, place_whole
 from marsjax.training.stopping import StopAsked
 from marsjax.weights import Pretrained, save
 
@@ -63,16 +66,20 @@ def train(config: TrainConfig) -> TrainResult:
     TrainingDiverged, checkpoints.SaveError; and, once it has saved what there is, KeyboardInterrupt after Ctrl-C or
     SIGTERM, and whatever made an evaluation fail.
     """
-    platform = setup.check_platform(config.compute.platform)
+    p = config.parallel
+    start_processes(p.coordinator, p.processes, p.process_id, start_timeout=p.start_timeout)
+    platform = setup.check_platform(config)
     forward = setup.make_forward(config, platform)
+    mesh = setup.make_mesh(config)
     directory = Path(config.output.directory).expanduser()
     _check_same_run(directory, config)
     _check_writable(directory)
-    pretrained = setup.load_model(config)
-    data = setup.load_data(config, pretrained)
+    pretrained = setup.load_model(config, mesh)
+    setup.check_mesh(config, pretrained.model.config, mesh)
+    data = setup.load_data(config, pretrained, mesh)
     run = None
     try:
-        run = _Run(config, directory, pretrained, data, forward)
+        run = _Run(config, directory, pretrained, data, forward, mesh)
         return run.go()
     finally:
         data.batches.close()
@@ -121,8 +128,16 @@ def _check_writable(directory: Path) -> None:
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, directory: Path, pretrained: Pretrained, data: setup.TrainData, forward):
-        self.config, self.directory, self.data = config, directory, data
+    def __init__(
+        self,
+        config: TrainConfig,
+        directory: Path,
+        pretrained: Pretrained,
+        data: setup.TrainData,
+        forward: Forward,
+        mesh: Mesh,
+    ):
+        self.config, self.directory, self.data, self.mesh = config, directory, data, mesh
         self.model_config = pretrained.model.config
         self.steps = setup.total_steps(config, data.batches)
         self.block_size = config.objective.block_size if config.objective.has_masks else None
@@ -131,21 +146,28 @@ class _Run:
         schedule = make_schedule(config.optimizer, self.steps)
         optimizer = make_optimizer(config.optimizer, schedule)
         objective = setup.make_objective(config, forward)
-        self.train_step = make_train_step(self.model_config, objective, optimizer, schedule, unroll=unroll)
+        self.train_step = make_train_step(self.model_config, objective, optimizer, schedule, mesh=mesh, unroll=unroll)
+        self.micro_rows = config.data.batch_size // config.data.accumulation
+        self.batch_sharding = batch_sharding(mesh, self.micro_rows)
         self.eval_step = setup.make_evaluation(config, self.model_config, forward)
-        self.state = new_state(pretrained.model, optimizer, config.compute.seed)
+        self.state = new_state(pretrained.model, optimizer, config.compute.seed, mesh)
+        self.like = abstract_state(self.model_config, optimizer, mesh)
         pretrained.model = None  # type: ignore[assignment]  # its arrays are the state's now, and will be donated
-        self.compiled: set[int | None] = set()
+        self.compiled: set[int] = set()
+        self.tracing = False
+        self.attention = forward.attention
         self.progress = _Progress()
         self.checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep)
         self._resume()
         self.start = int(self.state.step)
         self._check_room()
-        self.writer = MetricsWriter(directory, tensorboard=config.output.tensorboard, step=self.start)
-        self.reporter = Reporter(self.steps, self.start)
-        part = directory / "config.yaml.part"
-        part.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
-        part.replace(directory / "config.yaml")
+        main = is_main()
+        self.writer = MetricsWriter(directory, tensorboard=config.output.tensorboard, step=self.start) if main else None
+        self.reporter = Reporter(self.steps, self.start, shown=main)
+        if main:
+            part = directory / "config.yaml.part"
+            part.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+            part.replace(directory / "config.yaml")
 
     def _check_room(self) -> None:
         needed, free = sum(x.nbytes for x in jax.tree.leaves(self.state)), shutil.disk_usage(self.directory).free
@@ -163,10 +185,9 @@ class _Run:
 
     def _read(self, step: int | None = None) -> dict[str, Any]:
         """Puts a checkpoint in the state's place; the old state goes first, so that memory never holds two."""
-        like = abstract(self.state)
         del self.state
         gc.collect()  # modules refer to themselves, so those given up may still hold arrays
-        restored = self.checkpoints.restore(like, step)
+        restored = self.checkpoints.restore(self.like, step)
         assert restored is not None
         self.state, host = restored
         return host
@@ -180,11 +201,12 @@ class _Run:
         reporter.note(f"data: {self.data.batches.rows.stats}")
         if self.start and self._evaluation_due(self.start) and self.progress.evaluated != self.start:
             self._evaluate(self.start)  # it failed when the run was here before
-        pending = _Pending(self)
+        pending, asked = _Pending(self), LateAgreement()
         with StopAsked() as stop:
             for step in range(self.start + 1, last + 1):
+                self._profile(step)
                 pending.swap(step, self._advance(pending.clock))
-                ends = bool(stop)
+                ends = asked(bool(stop))
                 evaluates = self._evaluation_due(step) and not ends
                 saves = step % config.checkpoint.every == 0 or step == last or ends
                 if evaluates or saves:
@@ -203,6 +225,7 @@ class _Run:
                 reporter.step(step)
                 if ends:
                     raise KeyboardInterrupt(f"stopped and saved at step {step}; the same command goes on from there")
+        self.checkpoints.wait()
         done = int(self.state.step)
         export = self._export() if last == self.steps else None
         seconds = before + time.perf_counter() - began
@@ -213,32 +236,49 @@ class _Run:
         return self.data.held_out is not None and (step % every == 0 or step == self.steps)
 
     def _advance(self, clock: Clock) -> dict[str, Any]:
-        batch = next(self.data.batches)
-        noisy_length = None
-        if self.block_size is not None:
-            if self.config.compute.attention == "blocks":
-                check_aligned(batch, self.block_size)
-            noisy_length = needed_noisy_length(batch, self.block_size)
+        batches = self.data.batches
+        batch = next(batches)
+        if self.block_size is not None and self.attention != "dense":
+            check_aligned(batch, self.block_size)
+        target_rows = batches.target_rows
         since = time.perf_counter()
-        batch = split_microbatches(batch, self.config.data.accumulation)
-        self.state, metrics = self.train_step(self.state, batch, noisy_length)
-        if noisy_length not in self.compiled:  # each has a program of its own
-            self.compiled.add(noisy_length)
+        batch = place_batch(batch, self.config.data.accumulation, self.micro_rows, self.batch_sharding)
+        with jax.set_mesh(self.mesh):
+            self.state, metrics = self.train_step(self.state, batch, target_rows)
+        if target_rows not in self.compiled:  # each has a program of its own
+            self.compiled.add(target_rows)
             clock.skip(since)
         return metrics
 
+    def _profile(self, step: int) -> None:
+        """Traces `output.profile_steps` steps from `output.profile_at` on."""
+        begin, count = self.config.output.profile_at, self.config.output.profile_steps
+        if step == begin:
+            jax.profiler.start_trace(str(self.directory / "profile"))
+            self.tracing = True
+        elif self.tracing and begin is not None and step >= begin + count:
+            self._stop_trace()
+
+    def _stop_trace(self) -> None:
+        if self.tracing:
+            self.tracing = False
+            jax.block_until_ready(self.state.params)
+            jax.profiler.stop_trace()
+            self.reporter.note(f"profile written to {self.directory / 'profile'}")
+
     def _evaluate(self, step: int) -> bool:
         """Whether this is the best so far."""
-        rows = self.data.held_out_batches()
-        result = held_out.evaluate(
-            self.eval_step,
-            self.state.params,
-            rows,
-            block_size=self.block_size,
-            ar_weight=self.config.objective.ar_weight,
-        )
+        with jax.set_mesh(self.mesh):
+            result = held_out.evaluate(
+                self.eval_step,
+                self.state.params,
+                self.data.held_out_batches(),
+                block_size=self.block_size,
+                ar_weight=self.config.objective.ar_weight,
+                place=partial(place_whole, mesh=self.mesh),
+            )
         result |= self._decode()
-        self.writer.write(step, "eval", result)
+        self.write(step, "eval", result)
         shown = {k: v for k, v in result.items() if isinstance(v, float)}
         self.reporter.note(f"evaluation at step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in shown.items()))
         self.progress.final, self.progress.evaluated = {"step": step, **result}, step
@@ -247,6 +287,10 @@ class _Run:
             return False
         self.progress.best = {"step": step, "loss": result["loss"]}
         return True
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        if self.writer is not None:
+            self.writer.write(step, kind, values)
 
     def _decode(self) -> dict[str, float]:
         section = self.config.evaluation
@@ -292,8 +336,11 @@ class _Run:
         return path
 
     def close(self) -> None:
+        self._stop_trace()
         self.reporter.close()
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
+        self.checkpoints.wait()
 
 
 class _Pending:
@@ -329,7 +376,7 @@ class _Pending:
             means["learning_rate"] = values["learning_rate"]
             means["tokens_per_second"] = self.clock.read()
             self._window.clear()
-            run.writer.write(step, "train", means)
+            run.write(step, "train", means)
             shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second")
             run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
             if not run.progress.evaluated or run.data.held_out is None:

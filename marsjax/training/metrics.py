@@ -66,11 +66,12 @@ def _scalars(values: Mapping[str, Any], prefix: str = ""):
 class Reporter:
     """A progress bar on a terminal or in a notebook with widgets, plain lines elsewhere (logs, pipes)."""
 
-    def __init__(self, total: int, start: int = 0):
+    def __init__(self, total: int, start: int = 0, *, shown: bool = True):
         console = Console(file=sys.stdout)
         self._progress = None
         # Without ipywidgets rich shows nothing in a notebook but a warning.
-        if find_spec("ipywidgets") if console.is_jupyter else console.is_terminal:
+        self._shown = shown  # by one of several processes
+        if shown and (find_spec("ipywidgets") if console.is_jupyter else console.is_terminal):
             columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=console, transient=False)
             self._task = self._progress.add_task("", total=total, completed=start)
@@ -85,13 +86,13 @@ class Reporter:
         line = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)
-        else:
+        elif self._shown:
             print(f"step {step}/{self._total}  {line}", flush=True)
 
     def note(self, text: str) -> None:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
-        else:
+        elif self._shown:
             print(text, flush=True)
 
     def close(self) -> None:

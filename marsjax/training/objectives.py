@@ -126,7 +126,7 @@ def score_two_streams(
 
     Noisy rows are seen by their own block only, so blocks without a target are left out: of each sequence the first
     `noisy_length` rows of the blocks that have one are computed, and no others reach the head, of either stream. It
-    must be a multiple of `block_size` and at least `needed_noisy_length(batch)`; None takes all L.
+    must be a multiple of `block_size` and enough (`TrainBatches.target_rows`); None takes all L.
     """
     length = batch.tokens.shape[1]
     rows = _target_rows(batch, block_size, noisy_length)
@@ -155,8 +155,8 @@ def score_two_streams(
     both = Scored(*(jnp.concatenate([_take(c, rows), n], axis=1) for c, n in zip(clean, noisy, strict=True)))
     hidden = jnp.concatenate([_take(hidden[:, :length], rows), of_noisy], axis=1)
     total, scores = _head(model, hidden, jnp.concatenate([targets, targets], axis=1), both, forward)
-    of_clean, of_noisy = (RowScores(*x) for x in zip(*(jnp.split(x, 2, axis=1) for x in scores), strict=True))
-    return TwoStreams(total, of_clean, of_noisy, rows)
+    first, second = (RowScores(*half) for half in zip(*(jnp.split(x, 2, axis=1) for x in scores), strict=True))
+    return TwoStreams(total, first, second, rows)
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -190,15 +190,6 @@ def _blocks(weights, block_size: int, xp: Any):
     n, length = weights.shape
     padded = xp.pad(weights != 0, ((0, 0), (0, -length % block_size)))
     return padded.reshape(n, -1, block_size).any(-1)
-
-
-def needed_noisy_length(batch: Any, block_size: int, parts: int = 8) -> int:
-    """On the host: the noisy rows a batch needs, rounded up to a `parts`-th of L so that few programs are compiled."""
-    length = batch.weights.shape[-1]
-    weights = np.asarray(batch.weights).reshape(-1, length)
-    needed = int(_blocks(weights, block_size, np).sum(-1).max()) * block_size
-    step = max(block_size, length // parts // block_size * block_size)
-    return min(length, max(step, -(-needed // step) * step))
 
 
 def check_aligned(batch: Any, block_size: int) -> None:

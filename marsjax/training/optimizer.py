@@ -1,6 +1,7 @@
 """AdamW with linear warm-up and cosine decay."""
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from marsjax.training.config import OptimizerSection
@@ -28,10 +29,22 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
     parts = []
     if section.clip_norm is not None:
         parts.append(optax.clip_by_global_norm(section.clip_norm))
-    parts.append(optax.scale_by_adam(section.b1, section.b2, section.eps))
+    if section.moments == "factored":
+        # Adafactor's square (arXiv 1804.04235): its mean over rows and over columns, kept in place of all of it.
+        square = {"decay_rate": section.b2, "decay_rate_fn": _decay_rate, "epsilon": section.eps**2}
+        parts.append(optax.scale_by_factored_rms(**square))
+        parts.append(optax.ema(section.b1, debias=True, accumulator_dtype=jnp.bfloat16))
+    else:
+        mean = jnp.bfloat16 if section.moments == "bfloat16" else None
+        parts.append(optax.scale_by_adam(section.b1, section.b2, section.eps, mu_dtype=mean))
     if section.weight_decay:
         parts.append(optax.add_decayed_weights(section.weight_decay, mask=decays))
     return optax.chain(*parts, optax.scale_by_learning_rate(schedule))
+
+
+def _decay_rate(step, b2):
+    """Adafactor's, which begins at 0 in place of a correction of the bias, but not above b2."""
+    return jnp.minimum(1 - (step + 1.0) ** -0.8, b2)
 
 
 def decays(params):

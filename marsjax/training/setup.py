@@ -1,49 +1,102 @@
 """From a configuration to the things a run works with: platform, model, rows, objective."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from marsjax.data.batch import BatchFormat
+from marsjax.data.packing import Packing, pack
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
 from marsjax.data.sources import open_source
-from marsjax.models import Decoder, ModelConfig
+from marsjax.models import Decoder, ModelConfig, abstract
+from marsjax.models.layout import from_params
+from marsjax.parallel import sharding
+from marsjax.parallel.slices import parse_slice
 from marsjax.text.chat import render_prompt, same_day, turn_end_id
 from marsjax.text.mask_token import ensure_mask_token
 from marsjax.training import block_diffusion
 from marsjax.training.config import ConfigError, ModelSection, TrainConfig
 from marsjax.training.evaluate import EvalStep, held_out_prompts, make_eval_step
 from marsjax.training.objectives import Forward, mars, sft
-from marsjax.training.step import Objective
+from marsjax.training.step import Objective, batch_sharding, local_rows
 from marsjax.weights import GenerationDefaults, Pretrained, huggingface, load
 
 
-def check_platform(wanted: str | None) -> str:
-    """The platform JAX runs on. Raises RuntimeError if another was asked for, before anything slow."""
-    actual = jax.default_backend()
+def check_platform(config: TrainConfig) -> str:
+    """The platform JAX runs on. Raises RuntimeError if another one, or another slice, was asked for."""
+    actual, wanted = jax.default_backend(), config.compute.platform
     if wanted is not None and wanted != actual:
         raise RuntimeError(
             f"compute.platform={wanted} was asked for, but JAX runs on {actual} ({len(jax.devices())} devices); "
             f"install jax for {wanted}, unset JAX_PLATFORMS, or set compute.platform={actual}"
         )
+    if actual == "tpu" and config.parallel.accelerator is not None:
+        slice_, count = parse_slice(config.parallel.accelerator), jax.device_count()
+        kind, chips = jax.devices()[0].device_kind, slice_.chips * max(1, config.parallel.slice)
+        if (kind, count) != (slice_.chip.kind, chips):
+            raise RuntimeError(
+                f"parallel.accelerator={config.parallel.accelerator} (parallel.slice={config.parallel.slice}) means "
+                f"{chips} chips of {slice_.chip.kind}, but here are {count} of {kind}; name the slice that is here, or "
+                "null"
+            )
     return actual
 
 
-def load_model(config: TrainConfig) -> Pretrained:
-    """The model to train, layers stacked, in float32; with a mask token if the objective needs one."""
+def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that `parallel` asks for, over all devices (None: those that JAX shows)."""
+    sizes, there = config.parallel.sizes, len(jax.devices() if devices is None else devices)
+    shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if there % given or (-1 not in sizes.values() and given != there):
+        way_out = (
+            "the product must divide the devices" if -1 in sizes.values() else "one of them may be -1: what is left"
+        )
+        raise ConfigError(f"parallel: {shape} do not fit {there} devices; {way_out}")
+    sizes = {name: there // given if size == -1 else size for name, size in sizes.items()}
+    return sharding.make_mesh(devices=devices, **sizes)
+
+
+def check_mesh(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
+    """Raises ConfigError, with the numbers, where batch or model cannot be split over the mesh."""
+    tensor = mesh.shape.get("tensor", 1)
+    wholes = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "intermediate_size": model.intermediate_size,
+    }
+    problems = [f"{name}={size}" for name, size in wholes.items() if size % tensor]
+    if problems:
+        raise ConfigError(
+            f"parallel.tensor={tensor} does not divide this model's {', '.join(problems)}; use fsdp instead"
+        )
+    if model.hidden_size % mesh.shape.get("fsdp", 1):
+        raise ConfigError(
+            f"parallel.fsdp={mesh.shape['fsdp']} does not divide this model's hidden_size={model.hidden_size}"
+        )
+    try:
+        batch_sharding(mesh, config.data.batch_size // config.data.accumulation)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def load_model(config: TrainConfig, mesh: Mesh) -> Pretrained:
+    """The model to train, layers stacked, in float32, on the mesh; with a mask token if the objective needs one."""
     with_mask = config.objective.has_masks
     if config.model.source is not None:
-        return load(config.model.source, layout="stacked", dtype=jnp.float32, with_mask_token=with_mask)
-    return new_model(config.model, with_mask_token=with_mask)
+        return load(config.model.source, layout="stacked", dtype=jnp.float32, mesh=mesh, with_mask_token=with_mask)
+    return new_model(config.model, mesh, with_mask_token=with_mask)
 
 
-def new_model(section: ModelSection, *, with_mask_token: bool) -> Pretrained:
+def new_model(section: ModelSection, mesh: Mesh, *, with_mask_token: bool) -> Pretrained:
     """Random weights for `section.init`. vocab_size defaults to the tokenizer's, with room for a mask token."""
     tokenizer = _tokenizer(str(section.tokenizer))
     known = max(tokenizer.get_vocab().values()) + 1
@@ -62,7 +115,13 @@ def new_model(section: ModelSection, *, with_mask_token: bool) -> Pretrained:
         mask_id = plan.mask_id
     elif known > model_config.vocab_size:
         raise ConfigError(f"model.init: vocab_size={model_config.vocab_size}, but the tokenizer knows {known} tokens")
-    model = nnx.jit(lambda: Decoder(model_config, rngs=nnx.Rngs(section.init_seed)))()
+    _, weights = abstract(model_config)
+    places = nnx.to_pure_dict(sharding.shardings(weights, mesh))
+
+    def begin():
+        return nnx.to_pure_dict(nnx.state(Decoder(model_config, rngs=nnx.Rngs(section.init_seed))))
+
+    model = from_params(model_config, jax.jit(begin, out_shardings=places)())
     generation = GenerationDefaults((turn_end_id(tokenizer),), tokenizer.pad_token_id, tokenizer.bos_token_id)
     return Pretrained(model, tokenizer, generation, mask_id)
 
@@ -97,7 +156,7 @@ class TrainData:
         return eval_batches(self.held_out, self.form, self.eval_rows)
 
 
-def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
+def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainData:
     """Reads the sources; raises ConfigError for rows longer than the model's positions, DataError,
     with counts, when there is nothing to train on."""
     section, tokenizer = config.data, pretrained.tokenizer
@@ -109,7 +168,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
     end_id = turn_end_id(tokenizer)
     form = BatchFormat(
         batch_size=section.batch_size,
-        length=section.length,
+        length=config.row_length,
         block_size=config.objective.block_size,
         mask_id=mask_id,
         end_id=end_id,
@@ -131,10 +190,35 @@ def load_data(config: TrainConfig, pretrained: Pretrained) -> TrainData:
         )
 
     prompts = decode_prompts(config, pretrained)
-    batches = TrainBatches(rows(section.train), form, seed=section.seed, epochs=section.epochs)
+    train = rows(section.train)
+    packing = pack_rows(config, train, form) if section.packing else None
+    accumulation, micro_rows = section.accumulation, section.batch_size // section.accumulation
+    batches = TrainBatches(
+        train,
+        form,
+        seed=section.seed,
+        epochs=section.epochs,
+        packing=packing,
+        target_block=None if config.objective.has_masks else 1,
+        local=local_rows(batch_sharding(mesh, micro_rows), accumulation, micro_rows)
+        if jax.process_count() > 1
+        else None,
+    )
     held_out = rows(config.evaluation.data) if config.evaluation.data else None
     micro = dataclasses.replace(form, batch_size=section.batch_size // section.accumulation)
     return TrainData(batches, held_out, micro, end_id, config.evaluation.rows, prompts)
+
+
+def pack_rows(config: TrainConfig, rows: RowSet, form: BatchFormat) -> Packing:
+    """Plans which documents share a row, in an order drawn from the data's seed."""
+    if not rows.counted:
+        raise ConfigError(f"data.packing=true needs the number of rows: {rows.name},count=10000")
+    order = np.random.default_rng(config.data.seed).permutation(len(rows))
+    options = {"noisy_length": config.data.noisy_length, "filled": form.filled_block}
+    try:
+        return pack(rows.sizes(), length=form.length, block_size=form.block_size, order=order, **options)
+    except ValueError as error:
+        raise ConfigError(f"data: {error}") from None
 
 
 def decode_prompts(config: TrainConfig, pretrained: Pretrained) -> list[list[int]]:
@@ -185,11 +269,15 @@ def make_forward(config: TrainConfig, platform: str) -> Forward:
     name = config.compute.dtype
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
-    remat = config.compute.remat
+    remat, attention = config.compute.remat, config.compute.attention
+    if attention == "auto":
+        attention = "splash" if platform == "tpu" else "blocks"
     if remat is not None and not hasattr(jax.checkpoint_policies, remat):
         known = ", ".join(n for n in dir(jax.checkpoint_policies) if not n.startswith("_"))
         raise ConfigError(f"compute.remat={remat} is not a jax.checkpoint_policies name; known: {known}")
-    return Forward(jnp.dtype(name), remat, config.compute.chunk_mib * 2**20, config.compute.attention)
+    # Said here, not found out: `marsjax plan` compiles for a TPU where there is none.
+    interpret = platform != "tpu"
+    return Forward(jnp.dtype(name), remat, config.compute.chunk_mib * 2**20, attention, interpret)
 
 
 def make_objective(config: TrainConfig, forward: Forward) -> Objective:

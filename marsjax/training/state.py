@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
-from marsjax.models import Decoder, ModelConfig
+from marsjax.models import Decoder, ModelConfig, abstract
 from marsjax.models.layout import from_params, layers_to_list
+from marsjax.parallel.sharding import spec
 
 Params = dict[str, Any]  # nested dict of arrays, layers stacked: the tree of nnx.to_pure_dict
 
@@ -22,12 +24,60 @@ class TrainState(NamedTuple):
     key: jax.Array  # typed PRNG key of what objectives draw
 
 
-def new_state(model: Decoder, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state at step 0 of a decoder with stacked layers. Takes the model's arrays: do not use it afterwards."""
+def new_state(model: Decoder, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
+    """The state at step 0 of a decoder with stacked layers, whose weights lie on `mesh`. Takes the model's arrays: do
+    not use it afterwards."""
     if model.layout != "stacked":
         raise ValueError("training needs the stacked layout; see marsjax.models.to_stacked")
     params = nnx.to_pure_dict(nnx.state(model))
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed))
+    places = shardings(abstract_state(model.config, optimizer), model.config, mesh)
+
+    def begin(params):
+        return optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.key(seed)
+
+    return TrainState(params, *jax.jit(begin, out_shardings=places[1:])(params))
+
+
+def abstract_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """Shapes and dtypes of a run's state; with a mesh, where each array lies on it."""
+    params = nnx.to_pure_dict(abstract(config)[1])
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    state = TrainState(params, jax.eval_shape(optimizer.init, params), step, key)
+    if mesh is None:
+        return state
+    places = shardings(state, config, mesh)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
+
+
+def shardings(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
+    """Where each array of a state lies: weights by the rules table, moments with their weight, the rest everywhere."""
+    axes = logical_axes(config)
+
+    def place(path, x):
+        names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+        found, shape = axes.get(names, ((), ()))
+        return NamedSharding(mesh, spec(_axes_of(found, shape, x.shape), x.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def logical_axes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[tuple, tuple[int, ...]]]:
+    """Of each parameter, by its path: the logical names of its axes, and its shape."""
+    flat = abstract(config)[1].flat_state()
+    return {tuple(path): (v.get_metadata("axes"), v.get_raw_value().shape) for path, v in flat}
+
+
+def _axes_of(axes: tuple, shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple:
+    """Axes of a moment of shape `wanted`: the weight's own, or, of a factored one, those that are left."""
+    if wanted == shape:
+        return axes
+    for left_out in range(len(shape)):
+        if wanted == shape[:left_out] + shape[left_out + 1 :]:
+            return axes[:left_out] + axes[left_out + 1 :]
+    return (None,) * len(wanted)
 
 
 def rebuild(config: ModelConfig, params: Params, *, unroll: bool = False) -> Decoder:

@@ -1,5 +1,6 @@
 """One optimiser step as one compiled program."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.models import ModelConfig
+from marsjax.parallel.sharding import RULES, batch_axes
 from marsjax.training.objectives import Sums
-from marsjax.training.state import Params, TrainState, rebuild
+from marsjax.training.state import Params, TrainState, abstract_state, rebuild, shardings
 
 Objective = Callable[..., Sums]  # (model, batch, key, noisy_length) → Sums
 Metrics = dict[str, jax.Array]
@@ -22,13 +25,16 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
+    mesh: Mesh,
     unroll: bool = False,
 ) -> Callable[[TrainState, Any, int | None], tuple[TrainState, Metrics]]:
-    """step(state, batch, noisy_length) → (state, metrics). The given state is donated; metrics stay on the device.
+    """step(state, batch, noisy_length) → (state, metrics). The given state is donated; metrics stay on the devices.
 
     Leaves of `batch` are [A, N, ...]: A microbatches, whose numerators, denominators and gradients of numerators are
     added and divided once. `noisy_length` is static. A batch without anything supervised has loss 0 and gradients 0.
+    State and batch lie on `mesh` (`place_batch`); call it under `jax.set_mesh(mesh)`.
     """
+    places = shardings(abstract_state(config, optimizer), config, mesh)
 
     def numerator(params: Params, batch: Any, key: jax.Array, noisy_length: int | None):
         sums = objective(rebuild(config, params, unroll=unroll), batch, key, noisy_length)
@@ -42,7 +48,8 @@ def make_train_step(
             (_, sums), gradients = jax.value_and_grad(numerator, has_aux=True)(
                 state.params, microbatch, key, noisy_length
             )
-            return sums, gradients
+            # Each device keeps the sum of its own part only, also between microbatches.
+            return sums, jax.lax.with_sharding_constraint(gradients, places.params)
 
         keys = jax.random.split(drawn, accumulation)
         if accumulation == 1:
@@ -69,13 +76,49 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.step + 1, key), metrics
 
-    return jax.jit(step, donate_argnums=0, static_argnums=2)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, static_argnums=2, out_shardings=(places, everywhere))
 
 
 def _first(tree):
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def split_microbatches(batch: Any, accumulation: int) -> Any:
-    """[N, ...] leaves → [A, N / A, ...]."""
-    return jax.tree.map(lambda x: np.reshape(x, (accumulation, len(x) // accumulation, *x.shape[1:])), batch)
+def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
+    """Of arrays [A, N, ...] with N = `rows` rows a microbatch. Raises ValueError where the devices do not divide N."""
+    axes = batch_axes(mesh, rows)
+    devices = math.prod(mesh.shape.get(axis, 1) for axis in RULES["batch"])
+    if devices > 1 and not axes:
+        sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in RULES["batch"] if mesh.shape.get(axis, 1) > 1)
+        raise ValueError(
+            f"a microbatch of {rows} rows (data.batch_size / data.accumulation) is no multiple of the {devices} groups "
+            f"of devices that share it ({sizes}); raise data.batch_size to one, or lower data.accumulation"
+        )
+    return NamedSharding(mesh, PartitionSpec(None, axes or None))
+
+
+def local_rows(sharding: NamedSharding, accumulation: int, rows: int) -> list[int]:
+    """Which of the A · N rows of a step lie on this process's devices, ascending."""
+    here = sharding.addressable_devices_indices_map((accumulation, rows)).values()
+    columns = sorted({column for index in here for column in range(*index[1].indices(rows))})  # type: ignore[index]
+    return [a * rows + column for a in range(accumulation) for column in columns]
+
+
+def place_batch(batch: Any, accumulation: int, rows: int, sharding: NamedSharding) -> Any:
+    """[local rows, ...] leaves, as `local_rows` lists them, → global arrays [A, N, ...]."""
+
+    def place(x):
+        x = np.reshape(x, (accumulation, len(x) // accumulation, *x.shape[1:]))
+        return jax.make_array_from_process_local_data(sharding, x, (accumulation, rows, *x.shape[2:]))
+
+    return jax.tree.map(place, batch)
+
+
+def place_whole(batch: Any, mesh: Mesh) -> Any:
+    """[N, ...] leaves that every process holds in full → global arrays, split along the mesh as far as it divides N."""
+
+    def place(x):
+        sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh, len(x)) or None))
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(place, batch)

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from marsjax.models import ModelConfig
+from marsjax.parallel.start import is_main
 from marsjax.weights.names import EMBEDDING, Entry, entries
 from marsjax.weights.pretrained import Pretrained
 from marsjax.weights.safetensors_files import DTYPES, Outgoing, write_directory
@@ -40,6 +42,11 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
     if not max_shard_bytes > 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     config, generation = _config(pretrained, DTYPE_NAMES[DTYPES[dtype]]), pretrained.generation.to_hf()
+    outgoing = _outgoing(pretrained, dtype)
+    if not is_main():  # gathers its part of each tensor for the one that writes
+        for tensor in outgoing:
+            tensor.value()
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
@@ -50,7 +57,7 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
         if pretrained.tokenizer is not None:
             pretrained.tokenizer.save_pretrained(work)
             _portable_tokenizer_class(work / "tokenizer_config.json")
-        write_directory(work, _outgoing(pretrained, dtype), max_shard_bytes)
+        write_directory(work, outgoing, max_shard_bytes)
         _replace(target, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -101,7 +108,9 @@ def _value(entry: Entry, layer: int) -> Callable[[], np.ndarray]:
     def value() -> np.ndarray:
         array = entry.variable.get_raw_value()
         part = array[layer] if entry.stacked else array
-        if len(part.devices()) > 1:  # np.asarray of a spread array would keep its copy alive on the array
+        if not part.is_fully_addressable:
+            part = multihost_utils.process_allgather(part, tiled=True)
+        elif len(part.devices()) > 1:  # np.asarray of a spread array would keep its copy alive on the array
             part = jax.device_put(part, jax.devices("cpu")[0])
         out = np.asarray(part)
         return out.T if entry.transpose else out

@@ -64,13 +64,13 @@ def test_batches_run_across_the_edge_of_an_epoch():
     assert set(seen.values()) == {3}
 
 
-@pytest.mark.parametrize("prefetch_rows", [0, 1, 16])
-def test_resume_after_every_batch(prefetch_rows):
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_resume_after_every_batch(prefetch):
     """7 rows in batches of 3 for 3 epochs: edges of epochs fall inside batches, and prefetch runs past them."""
     rows = load_rows(conversations(7), TOKENIZER, length=64)
 
     def fresh():
-        return TrainBatches(rows, form(3), seed=1, epochs=3, prefetch_rows=prefetch_rows)
+        return TrainBatches(rows, form(3), seed=1, epochs=3, prefetch=prefetch)
 
     whole = list(fresh())
     assert len(whole) == 7

@@ -9,7 +9,7 @@ from marsjax.parallel.sharding import make_mesh
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"data": 1, "tp": 1}, "tp is no axis of a mesh; the axes are data, fsdp, tensor, slice"),
+        ({"data": 1, "tp": 1}, "tp is no axis of a mesh; the axes are slice, data, fsdp, tensor"),
         ({"data": 0}, "data must be a positive integer, got 0"),
         ({"tensor": 2.0}, "tensor must be a positive integer, got 2.0"),
     ],

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from marsjax.attention import dense
+from marsjax.data.pipeline import needed_target_rows
 from marsjax.training.block_diffusion import LEAST_RATE, block_diffusion, draw_masks, loss_of_masks
-from marsjax.training.objectives import Forward, needed_noisy_length, sft
+from marsjax.training.objectives import Forward, sft
 
 MASK = 65
 SIZE = 9  # of the longest document
@@ -93,7 +94,7 @@ def test_brute_force_of_every_length(make, tiny, logits_of, losses, attention, p
     batch = make.batch(rows, length=length, block_size=block_size)
     masked, rate = (in_rows(x, rows, batch.tokens, block_size) for x in (masked, rate))
     assert masked.sum() > 10
-    for noisy_length in {None, needed_noisy_length(batch, block_size)}:
+    for noisy_length in {None, needed_target_rows(batch, block_size)}:
         got = losses(
             tiny.params, batch, masked, rate, block_size=block_size, attention=attention, noisy_length=noisy_length
         )
@@ -106,7 +107,7 @@ def test_blocks_that_reach_past_the_row(make, tiny, losses):
     ids = np.arange(2, 15)
     batch = make.batch([[(ids, 9)]], length=13, block_size=8)
     masked, rate = (batch.noisy == MASK) & (np.arange(13) % 2 == 0), np.full((1, 13), 0.5, np.float32)
-    assert needed_noisy_length(batch, 8) == 8
+    assert needed_target_rows(batch, 8) == 8
     compact, whole = (losses(tiny.params, batch, masked, rate, block_size=8, noisy_length=n) for n in (8, None))
     np.testing.assert_allclose(compact.numerator, whole.numerator, rtol=1e-6)
 
@@ -120,7 +121,7 @@ def test_gradients_of_the_paths_agree(make, tiny, losses):
         return jax.grad(lambda p: losses(p, batch, masked, rate, block_size=4, **options).numerator)(params)
 
     reference = gradient(tiny.params, attention="dense")
-    for options in ({}, {"noisy_length": needed_noisy_length(batch, 4), "unroll": True}):
+    for options in ({}, {"noisy_length": needed_target_rows(batch, 4), "unroll": True}):
         for want, got in zip(
             jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options)), strict=True
         ):

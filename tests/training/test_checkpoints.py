@@ -35,6 +35,7 @@ def test_round_trip(tmp_path, monkeypatch, where):
     checkpoints = Checkpoints(directory)
     assert checkpoints.restore(state(0)) is None
     checkpoints.save(state(3), host)
+    checkpoints.wait()
     checkpoints = Checkpoints(directory)
     restored, notes = checkpoints.restore(state(0))
     assert_same(restored, state(3))
@@ -47,6 +48,7 @@ def test_newest_and_best_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         checkpoints.save(state(step), {}, best_step=best)
+        checkpoints.wait()
     assert checkpoints.steps() == [2, 4, 5]
     assert_same(checkpoints.restore(state(0), step=2)[0], state(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4", "5"]
@@ -57,6 +59,7 @@ def test_a_half_written_step_is_skipped_and_named(tmp_path, caplog, damage):
     checkpoints = Checkpoints(tmp_path, keep=9)
     for step in (2, 4):
         checkpoints.save(state(step), {"at": step})
+        checkpoints.wait()
     newest = tmp_path / "4"
     if damage == "empty":
         shutil.rmtree(newest)
@@ -75,6 +78,7 @@ def test_a_half_written_step_is_skipped_and_named(tmp_path, caplog, damage):
         assert host == {"at": 2}
         assert "step 4" in caplog.text
         checkpoints.save(state(4), {"at": "again"})
+        checkpoints.wait()
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.restore(state(0))[1] == {"at": "again"}
 
@@ -82,9 +86,11 @@ def test_a_half_written_step_is_skipped_and_named(tmp_path, caplog, damage):
 def test_a_step_below_an_unreadable_newest_one_survives_its_own_saving(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(state(2), {})
+    checkpoints.wait()
     (tmp_path / "4").mkdir()
     assert int(checkpoints.restore(state(0))[0].step) == 2
     checkpoints.save(state(3), {})
+    checkpoints.wait()
     assert checkpoints.steps() == [3]
     assert_same(checkpoints.restore(state(0))[0], state(3))
 
@@ -102,6 +108,7 @@ def test_stale_temporary_directories_do_not_stop_saving(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.restore(state(0)) is None
     checkpoints.save(state(4), {})
+    checkpoints.wait()
     assert_same(checkpoints.restore(state(0))[0], state(4))
 
 
@@ -111,7 +118,8 @@ def test_a_failing_writer_names_the_step(tmp_path, monkeypatch):
 
     checkpoints = Checkpoints(tmp_path / "c")
     checkpoints.save(state(2), {})
-    monkeypatch.setattr(ocp, "save", full)
+    checkpoints.wait()
+    monkeypatch.setattr(ocp, "save_async", full)
     with pytest.raises(SaveError, match=r"step 4 .*No space left.*newest good one is step 2"):
         checkpoints.save(state(4), {})
 

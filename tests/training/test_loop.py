@@ -45,9 +45,9 @@ def straight(tmp_path_factory):
 
 def _record(settings):
     rows = []
-    advance = loop.split_microbatches
+    advance = loop.place_batch
     patch = pytest.MonkeyPatch()
-    patch.setattr(loop, "split_microbatches", lambda batch, a: (rows.append(batch.tokens.copy()), advance(batch, a))[1])
+    patch.setattr(loop, "place_batch", lambda batch, *a: (rows.append(batch.tokens.copy()), advance(batch, *a))[1])
     try:
         return train(settings), rows
     finally:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from marsjax.attention.masks import single_stream_rows
+from marsjax.data.pipeline import needed_target_rows
 from marsjax.training.attend import causal_attend
 from marsjax.training.objectives import (
     Forward,
     Scored,
     check_aligned,
     mars,
-    needed_noisy_length,
     score_two_streams,
     sft,
 )
@@ -132,7 +132,7 @@ def test_brute_force_of_every_length(make, tiny, causal_logits, losses, attentio
     rows = [documents[i : i + 3] for i in range(0, 9, 3)] if packed else [[d] for d in documents]
     sums, counts = brute_force(causal_logits, documents, 4)
     batch = make.batch(rows, length=28 if packed else 9, block_size=4)
-    for noisy_length in {None, needed_noisy_length(batch, 4)} if attention == "blocks" else {None}:
+    for noisy_length in {None, needed_target_rows(batch, 4)} if attention == "blocks" else {None}:
         got = losses(tiny.params, batch, block_size=4, attention=attention, noisy_length=noisy_length)
         assert got.denominator == sum(counts)
         for kind in ("ar", "mask"):
@@ -179,7 +179,7 @@ def test_gradients_of_the_paths_agree(make, tiny, losses):
         return jax.grad(lambda p: losses(p, batch, block_size=4, **options).numerator)(params)
 
     reference = gradient(tiny.params, attention="dense")
-    for options in ({}, {"noisy_length": needed_noisy_length(batch, 4), "unroll": True}):
+    for options in ({}, {"noisy_length": needed_target_rows(batch, 4), "unroll": True}):
         for want, got in zip(
             jax.tree.leaves(reference), jax.tree.leaves(gradient(tiny.params, **options)), strict=True
         ):

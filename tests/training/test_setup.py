@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from marsjax.data.demo_tokenizer import demo_tokenizer
+from marsjax.parallel.sharding import make_mesh
 from marsjax.text.chat import render_prompt
 from marsjax.training import ConfigError, load_config
 from marsjax.training.setup import _tokenizer, load_data, total_steps
@@ -32,7 +33,7 @@ def load(tmp_path):
         tokenizer.chat_template = "{{ note or '' }}" + tokenizer.chat_template
         model = SimpleNamespace(config=SimpleNamespace(max_positions=64))
         generation = GenerationDefaults((tokenizer.eos_token_id,), tokenizer.pad_token_id, None)
-        data = load_data(config, Pretrained(model, tokenizer, generation, 512))
+        data = load_data(config, Pretrained(model, tokenizer, generation, 512), make_mesh(fsdp=1))
         data.batches.close()
         path.unlink()  # nothing reads it again
         return data, tokenizer

@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from marsjax.parallel.sharding import make_mesh
 from marsjax.training.config import OptimizerSection
 from marsjax.training.objectives import mars
 from marsjax.training.optimizer import decays, make_optimizer, make_schedule
 from marsjax.training.state import TrainState, new_state
-from marsjax.training.step import make_train_step, split_microbatches
+from marsjax.training.step import batch_sharding, make_train_step, place_batch
+
+MESH = make_mesh(fsdp=1)
+
+
+def place(batch, accumulation):
+    rows = len(batch.tokens) // accumulation
+    return place_batch(batch, accumulation, rows, batch_sharding(MESH, rows))
 
 
 def objective(model, batch, key, noisy_length):
@@ -19,7 +27,7 @@ def objective(model, batch, key, noisy_length):
 
 def fresh(tiny, optimizer) -> TrainState:
     params = jax.tree.map(jnp.array, tiny.params)  # a copy: steps donate
-    return new_state(tiny.build(params), optimizer, seed=0)
+    return new_state(tiny.build(params), optimizer, 0, MESH)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +35,7 @@ def trainer(tiny):
     section = OptimizerSection(learning_rate=3e-3, warmup=2, weight_decay=0.1, clip_norm=0.5, b2=0.99)
     schedule = make_schedule(section, 6)
     optimizer = make_optimizer(section, schedule)
-    return section, optimizer, make_train_step(tiny.config, objective, optimizer, schedule)
+    return section, optimizer, make_train_step(tiny.config, objective, optimizer, schedule, mesh=MESH)
 
 
 def learning_rate(section, steps, warmup, i):
@@ -74,7 +82,7 @@ def test_three_steps_equal_numpy(tiny, make, trainer):
             update = corrected / (np.sqrt(square[j] / (1 - section.b2 ** (i + 1))) + section.eps)
             decay = section.weight_decay if paths[j].endswith("['kernel']") else 0
             flat[j] = flat[j] - rate * (update + decay * flat[j])
-        state, metrics = step(state, split_microbatches(batch, 1), None)
+        state, metrics = step(state, place(batch, 1), None)
         np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-4)
         np.testing.assert_allclose(metrics["learning_rate"], rate, rtol=1e-6)
     assert int(state.step) == 3
@@ -93,9 +101,7 @@ def test_accumulation_changes_nothing(tiny, make, trainer, normalisation):
     _, optimizer, step = trainer
     rows = [make.documents(seed, [5 + 2 * seed]) for seed in range(4)]  # counts differ: a mean of means would be wrong
     batch = make.batch(rows, length=12, block_size=4, normalisation=normalisation)
-    states, metrics = zip(
-        *(step(fresh(tiny, optimizer), split_microbatches(batch, a), None) for a in (1, 4)), strict=True
-    )
+    states, metrics = zip(*(step(fresh(tiny, optimizer), place(batch, a), None) for a in (1, 4)), strict=True)
     for name in ("loss", "loss_ar", "loss_mask", "gradient_norm", "supervised", "tokens"):
         np.testing.assert_allclose(metrics[1][name], metrics[0][name], rtol=1e-5, err_msg=name)
     moments = [jax.tree.leaves(s.opt_state) for s in states]
@@ -106,7 +112,7 @@ def test_accumulation_changes_nothing(tiny, make, trainer, normalisation):
 def test_nothing_supervised_moves_nothing(tiny, make, trainer):
     _, optimizer, step = trainer
     batch = make.batch([[(np.arange(2, 12), 10)], [(np.arange(2, 9), 7)], [], []], length=12, block_size=4)
-    state, metrics = step(fresh(tiny, optimizer), split_microbatches(batch, 4), None)
+    state, metrics = step(fresh(tiny, optimizer), place(batch, 4), None)
     assert metrics["loss"] == 0
     assert metrics["gradient_norm"] == 0
     for path, moment in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]:
@@ -116,7 +122,7 @@ def test_nothing_supervised_moves_nothing(tiny, make, trainer):
 def test_state_needs_stacked_layers(tiny):
     optimizer = make_optimizer(OptimizerSection(), make_schedule(OptimizerSection(), 2))
     with pytest.raises(ValueError, match="stacked"):
-        new_state(tiny.build(tiny.params, unroll=True), optimizer, 0)
+        new_state(tiny.build(tiny.params, unroll=True), optimizer, 0, MESH)
 
 
 def test_rebuild_is_the_inverse_of_pure_dict(tiny):
