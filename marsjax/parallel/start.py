@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.parallel.roll_call import LOOPBACK, StartError, roll_call
 
-__all__ = ["LateAgreement", "StartError", "agree", "any_process", "barrier", "is_main", "start_processes"]
+__all__ = ["LateAgreement", "StartError", "agree", "any_process", "barrier", "give_up", "is_main", "start_processes"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ def start_processes(
 
     What is not given is taken from MARSJAX_COORDINATOR, MARSJAX_PROCESSES, MARSJAX_PROCESS_ID and
     MARSJAX_START_TIMEOUT. Without a coordinator there is one process and nothing happens. A second call with the same
-    settings does nothing. SIGTERM does afterwards what it did before.
+    settings does nothing. SIGTERM does afterwards what it did before; an
+    exception that nobody catches ends the process at once (see `give_up`).
 
     Args:
         coordinator: "host:port" of process 0, the same in all processes; or "auto" on TPU slices (one or several, on
@@ -87,6 +89,18 @@ def start_processes(
     _joined = settings
     log.info("process %d of %d, %d devices", jax.process_index(), jax.process_count(), jax.device_count())
     return jax.process_count()
+
+
+def give_up(code: int) -> int:
+    """Ends this process with `code` at once if it is one of several, else returns `code`. For what ends in an error.
+
+    A usual exit first waits for the other processes, minutes long, while they wait for this one.
+    """
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def is_main() -> bool:
@@ -259,6 +273,14 @@ def _initialize(**options: Any) -> None:
         jax.distributed.initialize(**options)
     except RuntimeError as error:
         raise StartError(f"JAX could not join the processes: {error}") from error
+    told = sys.excepthook
+
+    def tell_and_give_up(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        told(kind, error, trace)
+        if issubclass(kind, Exception):
+            give_up(1)
+
+    sys.excepthook = tell_and_give_up
     # JAX now takes SIGTERM for a notice to be asked for, so that the signal alone would no longer end the process.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)

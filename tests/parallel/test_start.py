@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -65,6 +66,22 @@ def test_two_processes_of_two_devices_sum_over_a_global_array():
     assert run.returncode == 0, run.stdout
     assert "[process 0] total 1111.0" in run.stdout
     assert "[process 1] total 1111.0" in run.stdout
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('wrong')", "print('wrong'); sys.exit(give_up(1))"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_that_fails_does_not_wait_for_the_others(failing, end):
+    """JAX's own exit would wait five minutes for the other, which waits for this one."""
+    code = (
+        "import sys, time\nfrom marsjax.parallel.start import agree, give_up, start_processes\nstart_processes()\n"
+        f"import jax\nagree(1)\nif jax.process_index() == {failing}:\n    {end}\ntime.sleep(50)"
+    )
+    words = ["launch/local.py", "--devices", "1", "--", sys.executable, "-c", code]
+    begun = time.monotonic()
+    run = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1, run.stdout
+    assert time.monotonic() - begun < 40
+    assert "wrong" in run.stdout
 
 
 def test_sigterm_keeps_its_meaning():
