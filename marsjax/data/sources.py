@@ -129,7 +129,10 @@ def open_source(spec: str, *, in_full: bool = True) -> Sequence[list[Message]]:
 
         return ParquetRecords(rest)
     if colon and kind == "rows":
-        raise DataError(f"{spec} holds token rows, not conversations; it can be data.train or evaluation.data only")
+        raise DataError(
+            f"{spec} holds token rows, not conversations: it can be data.train or evaluation.data, but neither built "
+            "again nor decoded (evaluation.decode_prompts)"
+        )
     if spec.endswith((".jsonl", ".json")):
         return read_jsonl(spec) if in_full else JsonLines(spec)
     raise DataError(
