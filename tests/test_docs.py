@@ -162,3 +162,20 @@ def test_the_error_shown_is_the_error_raised():
     with pytest.raises(ValueError) as raised:  # noqa: PT011 (compared below, with the page)
         check_options(1, tau=1.5, measure="probability", max_new_tokens=1, temperature=0.0, **none)
     assert str(raised.value) in inline(ROOT / "docs/decoding.md")
+
+
+def test_the_sources_shown_are_known(tmp_path):
+    page = ROOT / "docs/data.md"
+    for spec in re.findall(r"^\| `(\w+:[^`]*)` \|", page.read_text(), re.MULTILINE):
+        with pytest.raises((ValueError, ImportError)) as raised:
+            open_source(spec)
+        assert "unknown data source" not in str(raised.value), spec
+    (line,) = blocks(page, "text")
+    path = tmp_path / "shown.jsonl"
+    path.write_text(line)
+    assert [m["role"] for m in read_jsonl(path)[0]] == ["user", "assistant"]
+    (mixture,) = blocks(page, "yaml")
+    path = tmp_path / "shown.yaml"
+    path.write_text(mixture)
+    config = load_config(path, ["model.source=x", "output.directory=y", "optimizer.steps=3"])
+    assert set(config.data.train.values()) == {0.7, 0.3}

@@ -22,6 +22,7 @@ from marsjax.data.build import build
 from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.data.identity import Identity, tokenizer_fingerprint
 from marsjax.data.loading import load_rows, row_maker
+from marsjax.data.mixture import MixedRows
 from marsjax.data.pipeline import TrainBatches
 from marsjax.data.rows import Row
 from marsjax.data.sources import DataError
@@ -93,6 +94,17 @@ def test_training_on_built_rows_is_training_on_the_source(source, tmp_path):
     for _ in range(5):
         for got, want in zip(next(built), next(plain), strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+def test_built_directories_mix(source, tmp_path):
+    build(str(source), tmp_path / "a", maker())
+    build("problems:train,count=30", tmp_path / "b", maker(), shards=2)
+    weights = {f"rows:{tmp_path}/a": 3, f"rows:{tmp_path}/b": 1}
+    rows = load_rows(weights, TOKENIZER, length=LENGTH, mask_id=MASK)
+    parts = [direct(source), direct("problems:train,count=30")]
+    assert_equal(rows, MixedRows(dict(zip(weights, parts, strict=True)), weights))
+    assert min(rows.counts.values()) > 20
+    assert rows.counted
 
 
 def test_tensorflow_datasets_reads_it(source, tmp_path):
