@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Starts the processes of a run on this machine, on CPU devices: what several hosts do, to try and to test.
 
-    python launch/local.py --processes 2 --devices 4 -- marsjax train configs/demo_ar.yaml output.directory=runs/two
+    python launch/local.py --processes 2 --devices 4 -- marsjax train config.yaml output.directory=runs/two
 
 Their output comes with [process i] before each line. The first that fails ends the others, and its exit code is
 returned; SIGINT and SIGTERM go on to all. With --restart K all are started again up to K times after a failure, as on
