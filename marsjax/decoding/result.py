@@ -17,7 +17,7 @@ class Result:
       stop: the end token's id or the stop string; None otherwise.
       chunks: tokens accepted by each forward, in order; they sum to len(ids).
       forwards: forward passes up to the one that gave the last returned token, prefill apart. More than there are
-        chunks where the row waited for others ("block").
+        chunks where the row waited for others ("block") or filled a later place first ("block_diffusion").
       seed: what the row's samples were drawn with; generating with it again gives the same answer.
       draft_forwards: forward passes of the draft model, if there was one.
       seconds: wall time of the decode steps the request took part in, prefill and compilation apart.

@@ -17,7 +17,7 @@ draw = random.Random(3)
 prompts = [[draw.randrange(2, 64) for _ in range(draw.randrange(1, 24))] for _ in range(12)]
 options = dict(max_new_tokens=[draw.randrange(1, 30) for _ in prompts], seed=range(12),
                temperature=[draw.choice((0.0, 0.8)) for _ in prompts])
-for strategy in ("mars", "comb"):
+for strategy in ("mars", "comb", "block_diffusion"):
     taus = {{"tau": [draw.choice((1.0, 0.9, 0.5)) for _ in prompts]}}
     more = dict(strategy=strategy, mask_id=MASK, lanes=8, prefill_chunk=8)
     one = Generator(pretrained("tiny_mars"), **more).generate(prompts, **options, **taus)

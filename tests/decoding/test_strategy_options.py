@@ -83,7 +83,9 @@ def test_the_least_and_the_largest_tree():
     assert base("tiny_mars").with_strategy(strategy="tree", widths=[3, 2]).plan == of("static").plan  # as YAML has it
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ar", "mars", "chain", "comb", "tree", "lookup", "jacobi", "block"])
+@pytest.mark.parametrize(
+    "strategy", ["auto", "ar", "mars", "chain", "comb", "tree", "lookup", "jacobi", "block", "block_diffusion"]
+)
 def test_a_draft_model_belongs_to_speculative(strategy):
     with pytest.raises(ValueError, match="a draft model is for strategy 'speculative', not for"):
         base("tiny_mars").with_strategy(strategy=strategy, draft=marked("tiny_random"))
