@@ -11,8 +11,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """Of one chip, from the vendor's data sheets: `hbm` bytes, `flops` a second in bfloat16, `bandwidth` of the HBM and
-    `links` of the chip's network (all of its links, one direction), in bytes a second."""
+    """Of one chip. `hbm`: bytes a program may use, as the compiler says. From the vendor's data sheets: `flops` a
+    second in bfloat16, `bandwidth` of the HBM, and of the `links` of its network (all, one direction), bytes a second.
+    """
 
     name: str
     kind: str  # as jax.Device.device_kind says
@@ -25,10 +26,10 @@ class Chip:
 
 
 CHIPS = {
-    "v4": Chip("v4", "TPU v4", 2, 32 * GIB, 275e12, 1228e9, 300e9, 3),
-    "v5e": Chip("v5e", "TPU v5 lite", 1, 16 * GIB, 197e12, 819e9, 200e9, 2),
-    "v5p": Chip("v5p", "TPU v5", 2, 95 * GIB, 459e12, 2765e9, 600e9, 3),
-    "v6e": Chip("v6e", "TPU v6 lite", 1, 32 * GIB, 918e12, 1640e9, 448e9, 2),
+    "v4": Chip("v4", "TPU v4", 2, 30.75 * GIB, 275e12, 1228e9, 300e9, 3),
+    "v5e": Chip("v5e", "TPU v5 lite", 1, 15.75 * GIB, 197e12, 819e9, 200e9, 2),
+    "v5p": Chip("v5p", "TPU v5", 2, 95.74 * GIB, 459e12, 2765e9, 600e9, 3),
+    "v6e": Chip("v6e", "TPU v6 lite", 1, 31.25 * GIB, 918e12, 1640e9, 448e9, 2),
 }
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p"}
 _SHAPES = {

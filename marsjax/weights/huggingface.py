@@ -24,8 +24,8 @@ def open_directory(directory: Path) -> Source:
         where=str(directory),
         tensors=tensors,
         tokenizer=read_tokenizer(directory),
-        hf_config=_read_json(directory / "config.json"),
-        hf_generation=_read_json(generation) if generation.is_file() else {},
+        hf_config=read_json(directory / "config.json"),
+        hf_generation=read_json(generation) if generation.is_file() else {},
     )
 
 
@@ -52,7 +52,7 @@ def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -64,6 +64,15 @@ def open_source(source: str | Path) -> Source:
     )
 
 
+def read_config(source: str | Path) -> dict[str, Any]:
+    """The fields of a checkpoint's config.json, without its weights; of a hub id only the small files are fetched."""
+    path = Path(source).expanduser()
+    if not path.exists() and isinstance(source, str) and HUB_ID.fullmatch(source):
+        path = huggingface.download(source, huggingface.WITHOUT_WEIGHTS)
+        return huggingface.read_json(path / "config.json")
+    return open_source(source).hf_config
+
+
 def read(source: Source, *, layout: Layout, dtype: Any, mesh: Mesh | None, with_mask_token: bool) -> Pretrained:
     """The second half of `load`: checks the tensors and reads them."""
     config = ModelConfig.from_hf(source.hf_config)

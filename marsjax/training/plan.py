@@ -1,0 +1,264 @@
+"""`marsjax plan`: what a step of a configuration takes on a TPU slice, by its compiler, before a chip is paid for."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from marsjax.attention import splash
+from marsjax.data.batch import Batch
+from marsjax.models import ModelConfig
+from marsjax.models.known import KNOWN
+from marsjax.parallel import ahead, flops, hlo
+from marsjax.parallel.slices import Slice, parse_slice
+from marsjax.training import setup
+from marsjax.training.config import ConfigError, TrainConfig
+from marsjax.training.optimizer import make_optimizer, make_schedule
+from marsjax.training.state import TrainState, abstract_state
+from marsjax.training.step import batch_sharding, make_train_step
+
+_STEPS = 1000  # of the schedule, which the program does not depend on
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Figures of one optimiser step; bytes and seconds are a chip's, FLOPs those of all chips.
+
+    `memory`: bytes by kind, `needed` their sum. `flops` are the program's, with what it computes twice;
+    `model_flops` without. `seconds` by limit: of compute, HBM and network, each alone; a step takes at least the
+    longest. `program` is the compiled text, None where it does not fit.
+    """
+
+    slice: Slice
+    slices: int
+    mesh: dict[str, int]
+    batch_size: int
+    accumulation: int
+    row_length: int
+    noisy_length: int
+    parameters: int
+    memory: dict[str, float]
+    needed: float
+    flops: float
+    model_flops: float
+    hbm_bytes: float
+    collectives: list[hlo.Collective]
+    seconds: dict[str, float]
+    compile_seconds: float
+    program: str | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def chips(self) -> int:
+        return self.slice.chips * self.slices
+
+    @property
+    def margin(self) -> float:
+        """Bytes of a chip's HBM that are left; below 0 it does not fit."""
+        return self.slice.chip.hbm - self.needed
+
+    @property
+    def fits(self) -> bool:
+        return self.margin >= 0
+
+    @property
+    def step_seconds(self) -> float:
+        """No step is shorter: its longest limit, the others hidden behind it."""
+        return max(self.seconds.values(), default=math.nan)
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs over what the chips could do in `step_seconds`: no run reaches more."""
+        return self.model_flops / (self.chips * self.slice.chip.flops * self.step_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, without the program."""
+        plan = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("program", "slice")}
+        plan |= {"slice": self.slice.name, "topology": self.slice.topology, "chips": self.chips}
+        plan["collectives"] = [dataclasses.asdict(c) for c in self.collectives]
+        hbm = {"hbm": self.slice.chip.hbm, "margin": self.margin, "fits": self.fits}
+        bounds = {"step_seconds": self.step_seconds, "utilisation": self.utilisation} if self.seconds else {}
+        return {**plan, **hbm, **bounds}
+
+
+def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
+    """Compiles the train step for the slice (None: the one the configuration names, times `parallel.slice`).
+
+    Raises ConfigError where batch or model cannot be split over it, ahead.NoCompiler without the TPU's compiler.
+    """
+    if slice_ is None:
+        if config.parallel.accelerator is None:
+            raise ConfigError("which slice? set parallel.accelerator=v5p-32, or give --topology v5p-32 or v5p:2x2x4")
+        slice_ = parse_slice(config.parallel.accelerator)
+    slices = max(1, config.parallel.slice)
+    model = model_config(config)
+    mesh = setup.make_mesh(config, ahead.devices(slice_, slices))
+    setup.check_mesh(config, model, mesh)
+    traced, state = _trace(config, model, mesh)
+    kernel = _kernel_flops(config, model, noisy_length(config))
+    kept = dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=None))
+    fixed: dict[str, Any] = {
+        "slice": slice_, "slices": slices, "mesh": dict(mesh.shape), "batch_size": config.data.batch_size,
+        "accumulation": config.data.accumulation, "row_length": config.row_length,
+        "noisy_length": noisy_length(config),
+        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+        "flops": flops.count(traced.jaxpr, kernel),
+        "model_flops": flops.count(_trace(kept, model, mesh)[0].jaxpr, kernel),
+    }  # fmt: skip
+    held = state_bytes(state)
+    with jax.set_mesh(mesh):
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    try:
+        compiled, seconds = ahead.compile_(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        if (needed := ahead.out_of_memory(error)) is None:
+            raise
+        memory = {**held, "everything else": max(0.0, needed - sum(held.values()))}
+        nothing: dict[str, Any] = {"hbm_bytes": math.nan, "collectives": [], "seconds": {}, "compile_seconds": math.nan}
+        return Plan(memory=memory, needed=needed, **nothing, **fixed)
+    text = compiled.as_text() or ""
+    program = hlo.parse(text)
+    sizes: Any = compiled.memory_analysis()
+    memory = {
+        **held,
+        "batch": sizes.argument_size_in_bytes - sum(held.values()),
+        "temporaries": sizes.temp_size_in_bytes,
+        "outputs": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        "program": sizes.generated_code_size_in_bytes,
+    }
+    collectives, chip = program.collectives(), slice_.chip
+    hbm_bytes = program.hbm_bytes()
+    limits = {
+        "compute": fixed["flops"] / (slice_.chips * slices * chip.flops),
+        "HBM": hbm_bytes / chip.bandwidth,
+        "network": sum(c.wire for c in collectives) / chip.links,
+    }
+    return Plan(
+        memory=memory,
+        needed=sum(memory.values()),
+        hbm_bytes=hbm_bytes,
+        collectives=collectives,
+        seconds=limits,
+        compile_seconds=seconds,
+        program=text,
+        **fixed,
+    )
+
+
+def search(config: TrainConfig, slice_: Slice | None = None, *, most: int = 8) -> Iterator[Plan]:
+    """Plans of the configuration's global batch over meshes and microbatches, at most `most` compiled, as they get
+    ready. Of a mesh that does not fit, the next one tried has microbatches so small that it should."""
+    if slice_ is None and config.parallel.accelerator is not None:
+        slice_ = parse_slice(config.parallel.accelerator)
+    if slice_ is None:
+        raise ConfigError("which slice? set parallel.accelerator=v5p-32, or give --topology v5p-32")
+    model, tried = model_config(config), 0
+    for tensor in (1, 2, 4, 8):
+        if model.num_kv_heads % tensor or model.intermediate_size % tensor or slice_.chips % tensor:
+            continue
+        fsdp = slice_.chips // tensor
+        shares = fsdp * max(1, config.parallel.slice)
+        if model.hidden_size % fsdp or config.data.batch_size % shares:
+            continue
+        counts = [
+            a for a in range(1, config.data.batch_size // shares + 1) if config.data.batch_size // shares % a == 0
+        ]
+        counts = [a for a in counts if a >= config.data.accumulation] or counts[-1:]
+        while counts and tried < most:
+            tried += 1
+            accumulation = counts[0]
+            data = dataclasses.replace(config.data, accumulation=accumulation)
+            parallel = dataclasses.replace(config.parallel, data=1, fsdp=fsdp, tensor=tensor)
+            found = plan(dataclasses.replace(config, data=data, parallel=parallel), slice_)
+            yield found
+            if found.fits:
+                break
+            held = sum(found.memory[kind] for kind in ("parameters", "moments"))
+            room = max(slice_.chip.hbm - held, 1.0)
+            wanted = accumulation * max(1.01, (found.needed - held) / room)
+            counts = next((counts[i:] for i, a in enumerate(counts) if a >= wanted), counts[-1:])
+            if counts[0] == accumulation:
+                break
+
+
+def best(plans: list[Plan]) -> Plan | None:
+    """The quickest of those that fit; among equals the one with the most room."""
+    return min((p for p in plans if p.fits), key=lambda p: (round(p.step_seconds, 3), -p.margin), default=None)
+
+
+def model_config(config: TrainConfig) -> ModelConfig:
+    """The network of a configuration, without reading weights; of a published model, without a network either."""
+    source = config.model.source
+    if source is None:
+        try:
+            return ModelConfig(**(config.model.init or {}))
+        except TypeError as error:
+            raise ConfigError(f"model.init: {error} (marsjax plan needs vocab_size)") from error
+    if not Path(source).expanduser().exists() and source in KNOWN:
+        return KNOWN[source]
+    from marsjax.weights import loading
+
+    return ModelConfig.from_hf(loading.read_config(source))
+
+
+def noisy_length(config: TrainConfig) -> int:
+    """Noisy rows a row (or, for plain fine-tuning, rows that reach the head): what the data need, or at most all."""
+    return config.data.noisy_length or config.row_length
+
+
+def state_bytes(state: TrainState) -> dict[str, float]:
+    """Bytes a chip of weights and of moments, from where they lie."""
+
+    def size(tree: Any) -> float:
+        return float(
+            sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+        )
+
+    return {"parameters": size(state.params), "moments": size(state.opt_state)}
+
+
+def _trace(config: TrainConfig, model: ModelConfig, mesh: Any) -> tuple[Any, TrainState]:
+    """(the traced step, its state) with shapes in place of arrays."""
+    schedule = make_schedule(config.optimizer, config.optimizer.steps or _STEPS)
+    optimizer = make_optimizer(config.optimizer, schedule)
+    objective = setup.make_objective(config, setup.make_forward(config, "tpu"))
+    step: Any = make_train_step(model, objective, optimizer, schedule, mesh=mesh, unroll=config.compute.unroll_layers)
+    rows, length = config.data.batch_size // config.data.accumulation, config.row_length
+    sharding = batch_sharding(mesh, rows)
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((config.data.accumulation, rows, *shape), dtype, sharding=sharding)
+
+    dtypes = {"weights": jnp.float32, "denominator": jnp.float32}
+    shapes = {"denominator": ()}
+    batch = Batch(*(array(dtypes.get(f, jnp.int32), *shapes.get(f, (length,))) for f in Batch._fields))
+    state = abstract_state(model, optimizer, mesh)
+    with jax.set_mesh(mesh):
+        return step.trace(state, batch, noisy_length(config)), state
+
+
+def _kernel_flops(config: TrainConfig, model: ModelConfig, noisy: int) -> flops.Kernel:
+    """Of splash attention's kernels: two products a visited pair forward, five backward, in one kernel or two."""
+    masks, length = config.objective.has_masks, config.row_length
+    block, ahead_ = (config.objective.block_size if masks else 1), config.objective.name == "block_diffusion"
+    noisy = noisy if masks else 0
+    tiles = splash.choose_tiles(length, noisy, block, model.head_dim, ahead_)
+    layout = splash.Layout(length, noisy, block, tiles.unit, ahead_)
+
+    def area(q: int, kv: int) -> float:
+        return float((splash.visits(layout, q, kv) > 0).sum()) * q * kv
+
+    forward, backward = area(tiles.q, tiles.kv), area(*tiles.backward)
+
+    def count(equation: Any) -> float:
+        name = str(equation.params.get("name_and_src_info", equation.params.get("name", "")))
+        heads = max(math.prod(v.aval.shape[:-2]) for v in equation.invars if len(v.aval.shape) >= 3)
+        # dq takes three of the five products, dkv four: each computes the scores and their gradient anew.
+        products, pairs = (4, backward) if "dkv" in name else (3, backward) if "dq" in name else (2, forward)
+        return 2.0 * products * heads * pairs * model.head_dim
+
+    return count
