@@ -46,7 +46,7 @@ class BuiltRows:
             raise IndexError(f"row {index} of {len(self)} of {self.name}")
         try:
             return decode_row(self._records[index])
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # RuntimeError: a damaged file
             raise DataError(f"{self.name}, row {index}: {error}") from None
 
     def sizes(self) -> Sizes:

@@ -72,7 +72,10 @@ class Records(Sequence[list[Message]]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < self._count:
             raise IndexError(f"record {index} of {self._count} of {self.name}")
-        record = self._read(int(index))
+        try:
+            record = self._read(int(index))
+        except (RuntimeError, OSError) as error:  # a damaged file, not a bad record
+            raise DataError(f"{self.name}, record {index} cannot be read: {error}") from error
         try:
             return conversation(parse(record) if isinstance(record, bytes) else plain(record))
         except (ValueError, RecursionError) as error:

@@ -220,6 +220,9 @@ def test_only_so_many_reasons_are_counted():
     assert len(survey.stats.dropped) <= 51
     assert survey.stats.dropped["no assistant answer"] == 1
     assert survey.stats.dropped["unusable: 199"] == 200
+    survey.stats.dropped = Counter({"unusable: other reasons": 1, **{f"unusable: {i}": 5 for i in range(60)}})
+    survey._merge_reasons()
+    assert survey.stats.dropped.total() == 301
 
 
 def test_rows_for_another_run_are_refused_by_name(source, tmp_path):
@@ -260,6 +263,12 @@ def test_damage_is_refused(source, tmp_path):
     shards[0].write_bytes(shards[0].read_bytes()[:1000])
     with pytest.raises(DataError, match=r"rows-train.array_record-00000-of-00002 is not a readable ArrayRecord"):
         read(out)
+    out, shards = fresh("damaged")
+    damaged = bytearray(shards[0].read_bytes())
+    damaged[5000:5100] = bytes(100)
+    shards[0].write_bytes(damaged)
+    with pytest.raises(DataError, match=r"damaged, row \d+: .*[Cc]orrupted"):
+        list(read(out))
     out, _ = fresh("three")
     (out / "sizes.npz").write_bytes(b"text")
     with pytest.raises(DataError, match=r"sizes.npz cannot be read.*build again"):

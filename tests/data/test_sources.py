@@ -229,6 +229,17 @@ def test_array_record_files_that_cannot_be_read(tmp_path):
         open_source(f"arrayrecord:{tmp_path}/none.array_record")
 
 
+def test_a_damaged_file_is_named_where_it_is_damaged(tmp_path):
+    path = write_array_record(tmp_path / "a.array_record", *RECORDS * 1000)
+    damaged = bytearray(path.read_bytes())
+    damaged[100_000:100_400] = bytes(400)
+    path.write_bytes(damaged)
+    source = open_source(f"arrayrecord:{path}")
+    assert source[0] == SAID[0]
+    with pytest.raises(DataError, match=f"^arrayrecord:{path}, record [0-9]+ cannot be read: Corrupted"):
+        list(source)
+
+
 def test_lines_by_index_are_the_lines_read_in_full(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\n\n \n".join(map(json.dumps, RECORDS)).encode())
