@@ -175,6 +175,23 @@ def test_prompts_in_chunks_that_are_no_multiple_of_the_block(size):
     check("tiny_random", size, rows, [r.result for r in requests])
 
 
+def test_the_last_chunk_of_a_prompt_begins_early_where_it_would_reach_past_the_cache():
+    """Chunks of 15 in a cache of 192: the thirteenth would be moved back by the write, over good entries."""
+    small, draw = of("tiny_random", 3), random.Random(4)
+    large = Generator(
+        marked("tiny_random"), strategy="block_diffusion", diffusion_block=3, prefill_chunk=48, lanes=LANES,
+        forbidden=(MASK, PAD),
+    )  # fmt: skip
+    prompts = [[draw.randrange(2, 64) for _ in range(186)] for _ in range(LANES)]
+    engine = small.engine()
+    requests = [engine.submit(small.spec(p, max_new_tokens=3, ignore_eos=True)) for p in prompts]
+    engine.turn(1)
+    assert engine._capacity == 192
+    engine.run()
+    expected = large.generate(prompts, max_new_tokens=3, ignore_eos=True)
+    assert [r.result.ids for r in requests] == [r.ids for r in expected]
+
+
 def test_lanes_that_are_refilled_and_caches_that_grow():
     generator, draw = of("tiny_mars", 4), random.Random(3)
     engine = generator.engine()
