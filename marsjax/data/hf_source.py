@@ -82,7 +82,7 @@ def _of_split(files: list[str], split: str, name: str) -> list[str]:
     if not files:
         raise DataError(f"{name}: no parquet files there")
     wanted = split or "train"
-    word = re.compile(rf"{re.escape(wanted)}(?:[-._].*)?\.parquet")
+    word = re.compile(rf"{re.escape(wanted)}(?:[-.].*|_\d+)?\.parquet")  # train_sft is another split
     found = [f for f in files if word.fullmatch(PurePosixPath(f).name) or PurePosixPath(f).parent.name == wanted]
     if not found and not split and len({str(PurePosixPath(f).parent) for f in files}) == 1:
         found = files  # files without a split's name are one split

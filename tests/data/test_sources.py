@@ -275,6 +275,10 @@ def test_parquet_by_index(tmp_path):
         assert source[2 + i] == want
     assert len(list(source)) == 52
     assert len(open_source(f"hf:{tmp_path}:test")) == 3
+    write_parquet(tmp_path / "data/test_gen-00000-of-00001.parquet", many)  # another split, whatever its beginning
+    write_parquet(tmp_path / "data/test_1.parquet", many[:1])
+    assert len(open_source(f"hf:{tmp_path}:test")) == 4
+    assert len(open_source(f"hf:{tmp_path}:test_gen")) == 50
     with pytest.raises(DataError, match=r"no parquet file of a split 'val'; there are data/test-00000"):
         open_source(f"hf:{tmp_path}:val")
 
