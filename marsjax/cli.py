@@ -66,6 +66,66 @@ def train(config: Positional[Path], overrides: Positional[tuple[str, ...]] = ())
     return 0
 
 
+def plan(
+    config: Positional[Path],
+    overrides: Positional[tuple[str, ...]] = (),
+    *,
+    topology: str | None = None,
+    search: bool = False,
+    json_: Annotated[bool, arg(name="json")] = False,
+) -> int:
+    """Compile a configuration's train step for a TPU slice that is not here: memory, FLOPs, traffic, time at best.
+
+    Example: marsjax plan configs/qwen2.5_7b_mars.yaml --topology v5p-32
+
+    Needs the TPU's compiler (pip install libtpu), no TPU and no network for published models. The exit code is 1 if the
+    step does not fit the chips.
+
+    Args:
+        config: YAML file; see configs/ for examples.
+        overrides: section.key=value, the last one wins.
+        topology: such as v5p-32, v5e-64 or v5p:2x2x4; by default parallel.accelerator.
+        search: try meshes and microbatches of the same global batch, and name the quickest that fits.
+        json_: print one JSON object a plan.
+    """
+    from marsjax.parallel.slices import parse_slice
+    from marsjax.training import load_config, plan_table
+    from marsjax.training.plan import best
+    from marsjax.training.plan import plan as run
+    from marsjax.training.plan import search as run_search
+
+    loaded = load_config(config, overrides)
+    slice_ = parse_slice(topology) if topology is not None else None
+    plans = []
+    for found in run_search(loaded, slice_) if search else [run(loaded, slice_)]:
+        plans.append(found)
+        print(json.dumps(found.to_dict()) if json_ else plan_table.show(found), flush=True)
+    chosen = best(plans)
+    if search and not json_:
+        print(plan_table.choice(chosen, len(plans)))
+    return 0 if chosen is not None else 1
+
+
+def export(
+    run: Positional[Path], out: Positional[Path | None] = None, *, step: int | None = None, dtype: Dtype | None = None
+) -> int:
+    """Write a checkpoint of a run as a Hugging Face directory, on any machine that can hold its weights.
+
+    Example: marsjax export runs/mine --step 500
+
+    Args:
+        run: output.directory of the run.
+        out: directory to write; by default RUN/export, or RUN/export-STEP with --step.
+        step: of the checkpoint; by default the newest that can be read.
+        dtype: of the written weights; by default output.export_dtype.
+    """
+    from marsjax.training.export import export as write
+
+    path, at = write(run, out, step=step, dtype=dtype)
+    print(f"step {at}: {path}")
+    return 0
+
+
 def settings() -> int:
     """List every key of a training configuration with its default and meaning."""
     from marsjax.training import describe
@@ -374,6 +434,15 @@ def _keep_compiled_programs() -> None:
     compilation_cache.use_compilation_cache()
 
 
+def _give_up() -> int:
+    """Exit code 1; of several processes at once, or this one would wait at its end for the others."""
+    if "jax" in sys.modules:
+        from marsjax.parallel.start import give_up
+
+        give_up(1)
+    return 1
+
+
 COMMANDS = {
     "demo": demo,
     "train": train,
@@ -381,6 +450,8 @@ COMMANDS = {
     "batch": batch,
     "convert": convert,
     "data": data,
+    "plan": plan,
+    "export": export,
     "settings": settings,
     "plan-slots": plan_slots,
 }
@@ -408,7 +479,7 @@ def main(argv: list[str] | None = None) -> int:
         told = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)  # written for people
         print(f"marsjax: {error if told else f'{type(error).__name__}: {error}'}", file=sys.stderr)
         print("(set MARSJAX_TRACEBACK=1 to see where)", file=sys.stderr)
-        return 1
+        return _give_up()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from marsjax.parallel.start import agree, barrier, is_main
-from marsjax.training.state import TrainState
+from marsjax.training.state import Params, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,11 @@ HOST = "host"
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; the message holds the step and where the newest good one is."""
+
+
+class Restored(NamedTuple):
+    params: Params
+    step: int
 
 
 class Checkpoints:
@@ -87,6 +92,12 @@ class Checkpoints:
                 + "free the disk or choose another output.directory, and run the same command again"
             ) from error
 
+    def restore_params(self, like: TrainState, step: int | None = None) -> "Restored":
+        """The parameters alone, of the newest readable step or the one asked for. Raises RuntimeError as `restore`."""
+        nothing = jax.tree.map(lambda _: ocp.PLACEHOLDER, like)._replace(params=abstract(like).params)
+        found, _, at = self._newest(nothing._asdict(), step)
+        return Restored(found["params"], at)
+
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
         """(state, host notes) of the newest readable step, or of the one asked for; None if there is none at all.
 
@@ -95,7 +106,12 @@ class Checkpoints:
         or not the one asked for, RuntimeError lists why: starting anew would overwrite them.
         """
         self.wait()
-        wanted = abstract(like)._asdict()
+        if step is None and not agree(self.steps()):
+            return None
+        found, host, _ = self._newest(abstract(like)._asdict(), step)
+        return TrainState(**found), host
+
+    def _newest(self, wanted: Any, step: int | None) -> tuple[Any, dict[str, Any], int]:
         candidates = agree(self.steps()[::-1]) if step is None else [step]
         failures = []
         for candidate in candidates:
@@ -110,13 +126,15 @@ class Checkpoints:
                     "checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason
                 )
                 continue
-            return TrainState(**found), host
-        if failures:
-            what, way_out = "no checkpoint", "choose another output.directory, or delete this one to start anew"
-            if step is not None:
-                what, way_out = "not the checkpoint asked for", "output.export=last exports the newest instead"
-            raise RuntimeError(f"{what} in {self.directory} can be read:\n  " + "\n  ".join(failures) + f"\n{way_out}")
-        return None
+            return found, host, candidate
+        what, way_out = "no checkpoint", "choose another output.directory, or delete this one to start anew"
+        if step is not None:
+            there = ", ".join(map(str, self.steps())) or "none"
+            what, way_out = (
+                "not the checkpoint asked for",
+                f"there are steps {there}; the newest is taken where none is named",
+            )
+        raise RuntimeError(f"{what} in {self.directory} can be read:\n  " + "\n  ".join(failures) + f"\n{way_out}")
 
 
 def abstract(state: TrainState) -> TrainState:

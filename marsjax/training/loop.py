@@ -21,6 +21,7 @@ from marsjax.training import evaluate as held_out
 from marsjax.training import setup
 from marsjax.training.checkpoints import Checkpoints
 from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, differences
+from marsjax.training.export import as_pretrained
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
 from marsjax.training.objectives import Forward, check_aligned
 from marsjax.training.optimizer import make_optimizer, make_schedule
@@ -312,13 +313,7 @@ class _Run:
         self.checkpoints.save(self.state, host, best_step=best["step"] if best else None)
 
     def _as_pretrained(self, model: Decoder) -> Pretrained:
-        given = self.pretrained
-        generation = given.generation.with_end(self.data.end_id)
-        hf_config = given.hf_config
-        if self.block_size is not None:  # how to decode: "auto" asks, and other block sizes warn
-            trained = {"block_size": self.block_size, "objective": self.config.objective.name}
-            hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), **trained}}
-        return Pretrained(model, given.tokenizer, generation, given.mask_id, hf_config)
+        return as_pretrained(self.config, self.pretrained, model, self.data.end_id)
 
     def _export(self) -> Path | None:
         which = self.config.output.export

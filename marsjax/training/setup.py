@@ -96,8 +96,17 @@ def load_model(config: TrainConfig, mesh: Mesh) -> Pretrained:
     return new_model(config.model, mesh, with_mask_token=with_mask)
 
 
-def new_model(section: ModelSection, mesh: Mesh, *, with_mask_token: bool) -> Pretrained:
-    """Random weights for `section.init`. vocab_size defaults to the tokenizer's, with room for a mask token."""
+def describe_model(config: TrainConfig) -> Pretrained:
+    """As `load_model`, with shapes in place of weights."""
+    with_mask = config.objective.has_masks
+    if config.model.source is not None:
+        return load(config.model.source, layout="stacked", with_mask_token=with_mask, weights=False)
+    return new_model(config.model, None, with_mask_token=with_mask)
+
+
+def new_model(section: ModelSection, mesh: Mesh | None, *, with_mask_token: bool) -> Pretrained:
+    """Random weights for `section.init` (no mesh: their shapes). vocab_size defaults to the tokenizer's, with room for
+    a mask token."""
     tokenizer = _tokenizer(str(section.tokenizer))
     known = max(tokenizer.get_vocab().values()) + 1
     fields = {"vocab_size": -(-(known + 1) // 64) * 64, **(section.init or {})}
@@ -115,13 +124,16 @@ def new_model(section: ModelSection, mesh: Mesh, *, with_mask_token: bool) -> Pr
         mask_id = plan.mask_id
     elif known > model_config.vocab_size:
         raise ConfigError(f"model.init: vocab_size={model_config.vocab_size}, but the tokenizer knows {known} tokens")
-    _, weights = abstract(model_config)
-    places = nnx.to_pure_dict(sharding.shardings(weights, mesh))
+    graphdef, weights = abstract(model_config)
 
     def begin():
         return nnx.to_pure_dict(nnx.state(Decoder(model_config, rngs=nnx.Rngs(section.init_seed))))
 
-    model = from_params(model_config, jax.jit(begin, out_shardings=places)())
+    if mesh is None:
+        model = nnx.merge(graphdef, weights)
+    else:
+        places = nnx.to_pure_dict(sharding.shardings(weights, mesh))
+        model = from_params(model_config, jax.jit(begin, out_shardings=places)())
     generation = GenerationDefaults((turn_end_id(tokenizer),), tokenizer.pad_token_id, tokenizer.bos_token_id)
     return Pretrained(model, tokenizer, generation, mask_id)
 

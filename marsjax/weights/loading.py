@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
-from marsjax.models import ModelConfig
+from marsjax.models import ModelConfig, abstract
 from marsjax.models.decoder import Layout
 from marsjax.weights import huggingface
 from marsjax.weights.assemble import assemble, check
@@ -27,6 +28,7 @@ def load(
     dtype: Any = jnp.float32,
     mesh: Mesh | None = None,
     with_mask_token: bool = False,
+    weights: bool = True,
 ) -> Pretrained:
     """A decoder and what belongs to it, from a Hugging Face directory, a hub id ("owner/name") or a .gguf file.
 
@@ -37,10 +39,12 @@ def load(
       mesh: devices to spread the weights over (`marsjax.parallel.sharding`); None: all on the first device.
       with_mask_token: give a model without a mask token one (arXiv 2604.07023, section 3): the first row behind the
         known tokens, growing the table to the next multiple of 128 if it has no row left.
+      weights: False: only their shapes, as `jax.ShapeDtypeStruct`; nothing is read.
 
     Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read.
     """
-    return read(open_source(source), layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token)
+    found = open_source(source)
+    return read(found, layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token, weights=weights)
 
 
 def open_source(source: str | Path) -> Source:
@@ -73,7 +77,9 @@ def read_config(source: str | Path) -> dict[str, Any]:
     return open_source(source).hf_config
 
 
-def read(source: Source, *, layout: Layout, dtype: Any, mesh: Mesh | None, with_mask_token: bool) -> Pretrained:
+def read(
+    source: Source, *, layout: Layout, dtype: Any, mesh: Mesh | None, with_mask_token: bool, weights: bool = True
+) -> Pretrained:
     """The second half of `load`: checks the tensors and reads them."""
     config = ModelConfig.from_hf(source.hf_config)
     check(config, source.tensors, source.where)
@@ -84,7 +90,10 @@ def read(source: Source, *, layout: Layout, dtype: Any, mesh: Mesh | None, with_
     generation = generation_defaults(
         source.hf_generation, source.hf_config, source.tokenizer, config.vocab_size, mask_id
     )
-    model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh)
+    if weights:
+        model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh)
+    else:
+        model = nnx.merge(*abstract(config, layout, dtype))
     return Pretrained(model, source.tokenizer, generation, mask_id, source.hf_config)
 
 
