@@ -57,12 +57,14 @@ def train(config: Positional[Path], overrides: Positional[tuple[str, ...]] = ())
         overrides: section.key=value, the last one wins.
     """
     _keep_compiled_programs()
+    from marsjax.parallel.start import is_main
     from marsjax.training import load_config
     from marsjax.training import train as run
 
     result = run(load_config(config, overrides))
-    at = f"; exported to {result.export}" if result.export else ""
-    print(f"{result.steps} steps in {result.seconds:.0f} s{at}")
+    if is_main():
+        at = f"; exported to {result.export}" if result.export else ""
+        print(f"{result.steps} steps in {result.seconds:.0f} s{at}")
     return 0
 
 
