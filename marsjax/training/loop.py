@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 from jax.sharding import Mesh
 
+from marsjax.data.mixture import MixedRows
 from marsjax.models import Decoder
 from marsjax.parallel.start import LateAgreement, is_main, start_processes
 from marsjax.training import evaluate as held_out
@@ -200,6 +201,8 @@ class _Run:
         if self.start:
             reporter.note(f"resumed at step {self.start} of {self.steps} from {self.checkpoints.directory}")
         reporter.note(f"data: {self.data.batches.rows.stats}")
+        if isinstance(self.data.batches.rows, MixedRows):
+            reporter.note(self.data.batches.rows.name)  # rows of an epoch by source
         if self.start and self._evaluation_due(self.start) and self.progress.evaluated != self.start:
             self._evaluate(self.start)  # it failed when the run was here before
         pending, asked = _Pending(self), LateAgreement()
