@@ -1,4 +1,4 @@
-"""Rows a second of one core: read by index from what `marsjax data build` wrote, against made from conversations on the fly.
+"""Rows a second of one core: read by index from what `marsjax data build` wrote, against made from conversations.
 
     python benchmarks/data_speed.py --source jsonl:gsm8k_train.jsonl --model demo --length 512
 
