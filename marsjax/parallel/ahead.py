@@ -1,15 +1,11 @@
 """Compiling for TPU slices that are not here, with the real compiler (the `libtpu` wheel; no TPU, no network)."""
 
-import contextlib
-import fcntl
 import math
 import os
 import re
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,16 +25,16 @@ class NoCompiler(RuntimeError):
 def devices(slice_: Slice, slices: int = 1) -> Sequence[Any]:
     """The devices of one or several slices, to lay a mesh over. Raises NoCompiler, ValueError for unknown shapes."""
     if find_spec("libtpu") is None:
-        raise NoCompiler("compiling for a TPU needs its compiler: pip install libtpu (no TPU is needed)")
+        raise NoCompiler("compiling for a TPU needs its compiler, but no TPU: pip install 'marsjax[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it waits for a cloud machine's metadata
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is opened, so others may compile meanwhile
     from jax.experimental import topologies
 
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if slice_.chip.name == "v4":
         options["chip_config_name"] = "megacore"  # both cores of a chip as one device, as JAX shows them
     try:
-        with alone():
-            return topologies.get_topology_desc(platform="tpu", topology_name=slice_.topology, **options).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=slice_.topology, **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the TPU compiler does not know {slice_.topology}: {str(error).splitlines()[0]}") from error
 
@@ -46,8 +42,18 @@ def devices(slice_: Slice, slices: int = 1) -> Sequence[Any]:
 def compile_(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
     """(the program, seconds)."""
     began = time.perf_counter()
-    with alone():
-        return lowered.compile(compiler_options=TPU_COMPILER_OPTIONS), time.perf_counter() - began
+    return lowered.compile(compiler_options=TPU_COMPILER_OPTIONS), time.perf_counter() - began
+
+
+def text(compiled: jax.stages.Compiled) -> str:
+    """The program as text. Raises NoCompiler where jax cannot read what a compiler of another version wrote."""
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError as error:
+        raise NoCompiler(
+            f"this libtpu writes programs that jax {jax.__version__} cannot read; install the one that belongs to it: "
+            "pip install 'marsjax[tpu]'"
+        ) from error
 
 
 def out_of_memory(error: Exception) -> float | None:
@@ -60,14 +66,3 @@ def out_of_memory(error: Exception) -> float | None:
         if found := re.search(pattern, text):
             return float(found[1]) * sizes[found[2]]
     return math.inf
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Waits until no other process of this package uses the compiler, which refuses a second one on a machine."""
-    with (Path(tempfile.gettempdir()) / f"marsjax-libtpu-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)

@@ -130,10 +130,8 @@ class Checkpoints:
         what, way_out = "no checkpoint", "choose another output.directory, or delete this one to start anew"
         if step is not None:
             there = ", ".join(map(str, self.steps())) or "none"
-            what, way_out = (
-                "not the checkpoint asked for",
-                f"there are steps {there}; the newest is taken where none is named",
-            )
+            way_out = f"there are steps {there}; output.export=last exports the newest instead"
+            what = "not the checkpoint asked for"
         raise RuntimeError(f"{what} in {self.directory} can be read:\n  " + "\n  ".join(failures) + f"\n{way_out}")
 
 

@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from marsjax.data.mixture import MixedRows
 from marsjax.models import Decoder
+from marsjax.parallel.ahead import TPU_COMPILER_OPTIONS
+from marsjax.parallel.slices import chip_of
 from marsjax.parallel.start import LateAgreement, is_main, start_processes
 from marsjax.training import evaluate as held_out
 from marsjax.training import setup
@@ -26,6 +28,7 @@ from marsjax.training.export import as_pretrained
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
 from marsjax.training.objectives import Forward, check_aligned
 from marsjax.training.optimizer import make_optimizer, make_schedule
+from marsjax.training.plan import model_flops
 from marsjax.training.state import abstract_state, copy_as_list, new_state, rebuild
 from marsjax.training.step import batch_sharding, make_train_step, place_batch, place_whole
 from marsjax.training.stopping import StopAsked
@@ -148,14 +151,22 @@ class _Run:
         schedule = make_schedule(config.optimizer, self.steps)
         optimizer = make_optimizer(config.optimizer, schedule)
         objective = setup.make_objective(config, forward)
-        self.train_step = make_train_step(self.model_config, objective, optimizer, schedule, mesh=mesh, unroll=unroll)
+        self.train_step = make_train_step(
+            self.model_config,
+            objective,
+            optimizer,
+            schedule,
+            mesh=mesh,
+            unroll=unroll,
+            compiler_options=TPU_COMPILER_OPTIONS if jax.default_backend() == "tpu" else None,
+        )
         self.micro_rows = config.data.batch_size // config.data.accumulation
         self.batch_sharding = batch_sharding(mesh, self.micro_rows)
         self.eval_step = setup.make_evaluation(config, self.model_config, forward)
         self.state = new_state(pretrained.model, optimizer, config.compute.seed, mesh)
         self.like = abstract_state(self.model_config, optimizer, mesh)
         pretrained.model = None  # type: ignore[assignment]  # its arrays are the state's now, and will be donated
-        self.compiled: set[int] = set()
+        self.compiled: dict[int, float] = {}  # target rows of a program → see _model_flops
         self.tracing = False
         self.attention = forward.attention
         self.progress = _Progress()
@@ -250,9 +261,18 @@ class _Run:
         with jax.set_mesh(self.mesh):
             self.state, metrics = self.train_step(self.state, batch, target_rows)
         if target_rows not in self.compiled:  # each has a program of its own
-            self.compiled.add(target_rows)
+            self.compiled[target_rows] = self._model_flops(target_rows)
             clock.skip(since)
+        clock.flops += self.compiled[target_rows]
         return metrics
+
+    def _model_flops(self, target_rows: int) -> float:
+        """Of a step, over what all chips can do in a second; 0 where that is not known."""
+        chip = chip_of(jax.devices()[0].device_kind)
+        if chip is None:
+            return 0.0
+        work = model_flops(self.config, self.model_config, self.mesh, target_rows)
+        return work / (chip.flops * self.mesh.size)
 
     def _profile(self, step: int) -> None:
         """Traces `output.profile_steps` steps from `output.profile_at` on."""
@@ -372,10 +392,12 @@ class _Pending:
         if step % run.config.output.log_every == 0 or step in (1, run.steps):
             means = {name: float(np.mean([v[name] for v in self._window])) for name in values}
             means["learning_rate"] = values["learning_rate"]
-            means["tokens_per_second"] = self.clock.read()
+            means["tokens_per_second"], utilisation = self.clock.read()
+            if utilisation:
+                means["utilisation"] = utilisation
             self._window.clear()
             run.write(step, "train", means)
-            shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second")
+            shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second", "utilisation")
             run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
             if not run.progress.evaluated or run.data.held_out is None:
                 run.progress.final = {"step": step, **means}

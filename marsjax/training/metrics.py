@@ -101,19 +101,24 @@ class Reporter:
 
 
 class Clock:
-    """Tokens per second since it was last read, with pauses (evaluation, checkpoints, compilation) taken out."""
+    """Tokens and work a second since it was last read, with pauses (evaluation, checkpoints, compilation) taken out.
+
+    `flops`: of the model, in seconds of all chips at their peak; add to it.
+    """
 
     def __init__(self) -> None:
-        self._start, self._tokens = time.perf_counter(), 0.0
+        self._start, self._tokens, self.flops = time.perf_counter(), 0.0, 0.0
 
     def add(self, tokens: float) -> None:
         self._tokens += tokens
 
-    def read(self) -> float:
+    def read(self) -> tuple[float, float]:
+        """(tokens a second, share of the chips' peak that the model's FLOPs took)."""
         now = time.perf_counter()
-        rate = self._tokens / max(now - self._start, 1e-9)
-        self._start, self._tokens = now, 0.0
-        return rate
+        seconds = max(now - self._start, 1e-9)
+        rates = self._tokens / seconds, self.flops / seconds
+        self._start, self._tokens, self.flops = now, 0.0, 0.0
+        return rates
 
     def skip(self, since: float) -> None:
         """What ran from `since` (time.perf_counter) until now does not count."""

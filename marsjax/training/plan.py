@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from marsjax.attention import splash
 from marsjax.data.batch import Batch
@@ -98,16 +99,15 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
     model = model_config(config)
     mesh = setup.make_mesh(config, ahead.devices(slice_, slices))
     setup.check_mesh(config, model, mesh)
-    traced, state = _trace(config, model, mesh)
+    traced, state = _trace(config, model, mesh, noisy_length(config))
     kernel = _kernel_flops(config, model, noisy_length(config))
-    kept = dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=None))
     fixed: dict[str, Any] = {
         "slice": slice_, "slices": slices, "mesh": dict(mesh.shape), "batch_size": config.data.batch_size,
         "accumulation": config.data.accumulation, "row_length": config.row_length,
         "noisy_length": noisy_length(config),
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
         "flops": flops.count(traced.jaxpr, kernel),
-        "model_flops": flops.count(_trace(kept, model, mesh)[0].jaxpr, kernel),
+        "model_flops": model_flops(config, model, mesh, noisy_length(config)),
     }  # fmt: skip
     held = state_bytes(state)
     with jax.set_mesh(mesh):
@@ -120,7 +120,7 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
         memory = {**held, "everything else": max(0.0, needed - sum(held.values()))}
         nothing: dict[str, Any] = {"hbm_bytes": math.nan, "collectives": [], "seconds": {}, "compile_seconds": math.nan}
         return Plan(memory=memory, needed=needed, **nothing, **fixed)
-    text = compiled.as_text() or ""
+    text = ahead.text(compiled)
     program = hlo.parse(text)
     sizes: Any = compiled.memory_analysis()
     memory = {
@@ -210,6 +210,12 @@ def noisy_length(config: TrainConfig) -> int:
     return config.data.noisy_length or config.row_length
 
 
+def model_flops(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> float:
+    """FLOPs of a step without what it computes twice to save memory; `noisy`: as `noisy_length`."""
+    kept = dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=None))
+    return flops.count(_trace(kept, model, mesh, noisy)[0].jaxpr, _kernel_flops(config, model, noisy))
+
+
 def state_bytes(state: TrainState) -> dict[str, float]:
     """Bytes a chip of weights and of moments, from where they lie."""
 
@@ -221,7 +227,7 @@ def state_bytes(state: TrainState) -> dict[str, float]:
     return {"parameters": size(state.params), "moments": size(state.opt_state)}
 
 
-def _trace(config: TrainConfig, model: ModelConfig, mesh: Any) -> tuple[Any, TrainState]:
+def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> tuple[Any, TrainState]:
     """(the traced step, its state) with shapes in place of arrays."""
     schedule = make_schedule(config.optimizer, config.optimizer.steps or _STEPS)
     optimizer = make_optimizer(config.optimizer, schedule)
@@ -238,7 +244,7 @@ def _trace(config: TrainConfig, model: ModelConfig, mesh: Any) -> tuple[Any, Tra
     batch = Batch(*(array(dtypes.get(f, jnp.int32), *shapes.get(f, (length,))) for f in Batch._fields))
     state = abstract_state(model, optimizer, mesh)
     with jax.set_mesh(mesh):
-        return step.trace(state, batch, noisy_length(config)), state
+        return step.trace(state, batch, noisy), state
 
 
 def _kernel_flops(config: TrainConfig, model: ModelConfig, noisy: int) -> flops.Kernel:

@@ -27,6 +27,7 @@ def make_train_step(
     *,
     mesh: Mesh,
     unroll: bool = False,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Any, int | None], tuple[TrainState, Metrics]]:
     """step(state, batch, noisy_length) → (state, metrics). The given state is donated; metrics stay on the devices.
 
@@ -77,7 +78,13 @@ def make_train_step(
         return TrainState(params, opt_state, state.step + 1, key), metrics
 
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, static_argnums=2, out_shardings=(places, everywhere))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        static_argnums=2,
+        out_shardings=(places, everywhere),
+        compiler_options=compiler_options,
+    )
 
 
 def _first(tree):
