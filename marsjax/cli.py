@@ -90,6 +90,7 @@ def plan(
         search: try meshes and microbatches of the same global batch, and name the quickest that fits.
         json_: print one JSON object a plan.
     """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler is there for a TPU that is not: do not look for one
     from marsjax.parallel.slices import parse_slice
     from marsjax.training import load_config, plan_table
     from marsjax.training.plan import best
