@@ -107,10 +107,15 @@ class Program:
     def collectives(self) -> list[Collective]:
         """All, the largest traffic first."""
         found: dict[tuple[str, str, int], list[float]] = {}
+        channels = set()
         for name, times in self.runs().items():
             for one in self.computations[name]:
                 kind = one.opcode.removesuffix("-start")
                 if kind not in COLLECTIVES:
+                    continue
+                # One that runs beside other work stands in each computation it runs beside.
+                channel = re.search(r"channel_id=(\d+)", one.rest)
+                if channel and (channel[1] in channels or channels.add(channel[1])):
                     continue
                 payload = [a for a in one.results if a.shape or len(one.results) == 1]
                 if one.opcode.endswith("-start") and kind != "all-reduce":  # (operands, results, …)
@@ -192,6 +197,9 @@ def _hbm_bytes(body: list[Instruction]) -> int:
         where[one.name] = sum(a.nbytes for a in one.results if not a.on_chip)
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             continue
+        if one.name.startswith("async-collective"):  # writes what it gathers once, from its start to its end
+            total += max((a.nbytes for a in one.results), default=0) if "start" in one.name else 0
+            continue
         if one.opcode.endswith("-start"):
             sides = [a.on_chip for a in one.results]
             if any(sides) != all(sides):  # one side of the move is HBM: what moves is the smaller
@@ -204,5 +212,10 @@ def _hbm_bytes(body: list[Instruction]) -> int:
             update = where.get(one.operands[1], 0) if len(one.operands) > 1 else 0
             total += 2 * update
             continue
-        total += where[one.name] + sum(where.get(operand, 0) for operand in one.operands)
+        # What only passes through, in its place, moves nothing.
+        through = re.findall(r"\{(\d*)\}: \((\d+), \{\d*\}", one.rest) if one.opcode == "fusion" else []
+        results = [a.nbytes for a in one.results]
+        total += where[one.name] - sum(results[int(i or 0)] for i, _ in through if not one.results[int(i or 0)].on_chip)
+        kept = {int(operand) for _, operand in through}
+        total += sum(where.get(operand, 0) for i, operand in enumerate(one.operands) if i not in kept)
     return total

@@ -70,12 +70,12 @@ def _placed(devices: list[Any], sizes: dict[str, int]) -> np.ndarray:
     shape = tuple(sizes.values())
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) == 1:
-        return mesh_utils.create_device_mesh(shape, devices)
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     if sizes.get("slice", 1) != len(slices):
         raise ValueError(f"the devices lie in {len(slices)} slices, but the mesh has slice={sizes.get('slice', 1)}")
     within = tuple(1 if name == "slice" else size for name, size in sizes.items())
     across = tuple(size if name == "slice" else 1 for name, size in sizes.items())
-    return mesh_utils.create_hybrid_device_mesh(within, across, devices)
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 def spec(axes: Sequence[Axis], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
