@@ -39,6 +39,12 @@ class Packing:
     def __getitem__(self, row: int) -> np.ndarray:
         return self.documents[self.starts[row] : self.starts[row + 1]]
 
+    def __str__(self) -> str:
+        return (
+            f"packed into {len(self)} rows of {self.length}, {100 * self.efficiency:.1f} % full; noisy rows "
+            f"{self.noisy_length} of {self.length}"
+        )
+
     @property
     def efficiency(self) -> float:
         """The share of all rows' positions that hold a token."""

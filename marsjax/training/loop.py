@@ -211,7 +211,8 @@ class _Run:
         last = min(self.steps, config.checkpoint.stop_after or self.steps)
         if self.start:
             reporter.note(f"resumed at step {self.start} of {self.steps} from {self.checkpoints.directory}")
-        reporter.note(f"data: {self.data.batches.rows.stats}")
+        packing = self.data.batches.packing
+        reporter.note(f"data: {self.data.batches.rows.stats}" + (f"; {packing}" if packing is not None else ""))
         if isinstance(self.data.batches.rows, MixedRows):
             reporter.note(self.data.batches.rows.name)  # rows of an epoch by source
         if self.start and self._evaluation_due(self.start) and self.progress.evaluated != self.start:
