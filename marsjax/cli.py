@@ -74,11 +74,15 @@ def plan(
     *,
     topology: str | None = None,
     search: bool = False,
+    decode: bool = False,
+    lanes: int = 32,
+    cache_length: int = 1024,
+    how: How = DEFAULT,
     json_: Annotated[bool, arg(name="json")] = False,
 ) -> int:
-    """Compile a configuration's train step for a TPU slice that is not here: memory, FLOPs, traffic, time at best.
+    """Compile a configuration's train (or decode) step for a TPU slice that is not here: memory, FLOPs, traffic, time.
 
-    Example: marsjax plan configs/qwen2.5_7b_mars.yaml --topology v5p-32
+    Example: marsjax plan configs/qwen2.5_7b_mars_b4.yaml --topology v5p-32
 
     Needs the TPU's compiler (pip install libtpu), no TPU and no network for published models. The exit code is 1 if the
     step does not fit the chips.
@@ -88,22 +92,29 @@ def plan(
         overrides: section.key=value, the last one wins.
         topology: such as v5p-32, v5e-64 or v5p:2x2x4; by default parallel.accelerator.
         search: try meshes and microbatches of the same global batch, and name the quickest that fits.
+        decode: plan a decode step of the model instead, of the strategy named.
+        lanes: with --decode: answers under way at a time.
+        cache_length: with --decode: positions of the cache a lane.
         json_: print one JSON object a plan.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler is there for a TPU that is not: do not look for one
     from marsjax.parallel.slices import parse_slice
     from marsjax.training import load_config, plan_table
-    from marsjax.training.plan import best
-    from marsjax.training.plan import plan as run
-    from marsjax.training.plan import search as run_search
+    from marsjax.training import plan as planning
 
+    if search and decode:
+        raise ValueError("--search is for training; of a decode step give --lanes")
     loaded = load_config(config, overrides)
     slice_ = parse_slice(topology) if topology is not None else None
+    if decode:
+        found_plans = iter([planning.plan_decode(loaded, slice_, options=how, lanes=lanes, length=cache_length)])
+    else:
+        found_plans = planning.search(loaded, slice_) if search else iter([planning.plan(loaded, slice_)])
     plans = []
-    for found in run_search(loaded, slice_) if search else [run(loaded, slice_)]:
+    for found in found_plans:
         plans.append(found)
         print(json.dumps(found.to_dict()) if json_ else plan_table.show(found), flush=True)
-    chosen = best(plans)
+    chosen = planning.best(plans)
     if search and not json_:
         print(plan_table.choice(chosen, len(plans)))
     return 0 if chosen is not None else 1

@@ -6,6 +6,7 @@ The compiler's own counts see the body of a loop once; here every computation co
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s64": 8, "u64": 8, "s32": 4, "u32": 4, "s16": 2, "u16": 2, "pred": 1,
@@ -94,16 +95,6 @@ class Program:
     def arrays(self) -> set[Array]:
         return {array for body in self.computations.values() for one in body for array in one.results}
 
-    def fused(self) -> set[str]:
-        """Computations inside a fusion: their arrays are never in memory."""
-        return {
-            name
-            for body in self.computations.values()
-            for one in body
-            if one.opcode == "fusion" or one.opcode.startswith(("reduce", "all-reduce", "sort", "scatter", "map"))
-            for name in one.called
-        }
-
     def collectives(self) -> list[Collective]:
         """All, the largest traffic first."""
         found: dict[tuple[str, str, int], list[float]] = {}
@@ -114,9 +105,10 @@ class Program:
                 if kind not in COLLECTIVES:
                     continue
                 # One that runs beside other work stands in each computation it runs beside.
-                channel = re.search(r"channel_id=(\d+)", one.rest)
-                if channel and (channel[1] in channels or channels.add(channel[1])):
-                    continue
+                if channel := re.search(r"channel_id=(\d+)", one.rest):
+                    if channel[1] in channels:
+                        continue
+                    channels.add(channel[1])
                 payload = [a for a in one.results if a.shape or len(one.results) == 1]
                 if one.opcode.endswith("-start") and kind != "all-reduce":  # (operands, results, …)
                     payload = payload[len(payload) // 2 :]
@@ -130,16 +122,23 @@ class Program:
         listed = [Collective(*key, int(count), int(size), wire) for key, (count, size, wire) in found.items()]
         return sorted(listed, key=lambda c: -c.wire)
 
-    def hbm_bytes(self) -> int:
-        """Bytes between HBM and the chip in one step.
+    def hbm_bytes(self, *, inner: bool = True) -> int:
+        """Bytes between HBM and the chip in one step; of branches the dearest counts. `inner`: with what loops, branches
+        and calls do.
 
         The compiler's own count adds a weight's bytes up to three times where it is prefetched: read from HBM, written
         to the chip's memory, read there by the product.
         """
-        fused = self.fused()
-        return sum(
-            times * _hbm_bytes(self.computations[name]) for name, times in self.runs().items() if name not in fused
-        )
+        return self._bytes_of(self.entry, inner)
+
+    def _bytes_of(self, name: str, inner: bool) -> int:
+        body = self.computations.get(name, ())
+        total = _hbm_bytes(body)
+        for one in body if inner else ():
+            if one.opcode in ("while", "call", "conditional", "async-start"):
+                parts = [self._bytes_of(called, inner) for called in one.called]
+                total += self._trips(one) * (max(parts, default=0) if one.opcode == "conditional" else sum(parts))
+        return total
 
 
 def parse(text: str) -> Program:
@@ -190,7 +189,7 @@ def _wire(kind: str, size: int, group: int) -> float:
     return size if kind == "collective-permute" else size * share
 
 
-def _hbm_bytes(body: list[Instruction]) -> int:
+def _hbm_bytes(body: Iterable[Instruction]) -> int:
     where: dict[str, int] = {}  # bytes of a result that lies in HBM
     total = 0
     for one in body:

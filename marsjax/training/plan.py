@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 
 from marsjax.attention import splash
 from marsjax.data.batch import Batch
+from marsjax.decoding.ahead import trace_step
+from marsjax.decoding.options import Options
 from marsjax.models import ModelConfig
 from marsjax.models.known import KNOWN
-from marsjax.parallel import ahead, flops, hlo
+from marsjax.parallel import ahead, flops, hlo, sharding
 from marsjax.parallel.slices import Slice, parse_slice
 from marsjax.training import setup
 from marsjax.training.config import ConfigError, TrainConfig
@@ -38,10 +40,8 @@ class Plan:
     slice: Slice
     slices: int
     mesh: dict[str, int]
-    batch_size: int
-    accumulation: int
-    row_length: int
-    noisy_length: int
+    work: dict[str, Any]  # what a step is fed
+    tokens: float  # of text that a step reads, or, decoding, gives at least
     parameters: int
     memory: dict[str, float]
     needed: float
@@ -91,27 +91,65 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
 
     Raises ConfigError where batch or model cannot be split over it, ahead.NoCompiler without the TPU's compiler.
     """
-    if slice_ is None:
-        if config.parallel.accelerator is None:
-            raise ConfigError("which slice? set parallel.accelerator=v5p-32, or give --topology v5p-32 or v5p:2x2x4")
-        slice_ = parse_slice(config.parallel.accelerator)
-    slices = max(1, config.parallel.slice)
-    model = model_config(config)
+    slice_ = slice_ or named_slice(config)
+    model, slices = model_config(config), max(1, config.parallel.slice)
     mesh = setup.make_mesh(config, ahead.devices(slice_, slices))
     setup.check_mesh(config, model, mesh)
-    traced, state = _trace(config, model, mesh, noisy_length(config))
-    kernel = _kernel_flops(config, model, noisy_length(config))
+    noisy = noisy_length(config)
+    traced, state = _trace(config, model, mesh, noisy)
+    data = config.data
     fixed: dict[str, Any] = {
-        "slice": slice_, "slices": slices, "mesh": dict(mesh.shape), "batch_size": config.data.batch_size,
-        "accumulation": config.data.accumulation, "row_length": config.row_length,
-        "noisy_length": noisy_length(config),
-        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
-        "flops": flops.count(traced.jaxpr, kernel),
-        "model_flops": model_flops(config, model, mesh, noisy_length(config)),
-    }  # fmt: skip
-    held = state_bytes(state)
+        "slice": slice_,
+        "slices": slices,
+        "mesh": dict(mesh.shape),
+        "work": {
+            "batch_size": data.batch_size,
+            "accumulation": data.accumulation,
+            "row_length": config.row_length,
+            "noisy_length": noisy,
+        },
+        "tokens": data.batch_size * config.row_length,
+        "parameters": _count(state.params),
+        "flops": flops.count(traced.jaxpr, _kernel_flops(config, model, noisy)),
+        "model_flops": model_flops(config, model, mesh, noisy),
+    }
     with jax.set_mesh(mesh):
         lowered = traced.lower(lowering_platforms=("tpu",))
+    return _compile(lowered, state_bytes(state), fixed)
+
+
+def plan_decode(
+    config: TrainConfig, slice_: Slice | None = None, *, options: Options, lanes: int = 32, length: int = 1024
+) -> Plan:
+    """Compiles a decode step of the configuration's model in bfloat16: heads split over as many chips as divide them,
+    lanes over the rest. `length`: positions of the cache a lane."""
+    slice_ = slice_ or named_slice(config)
+    model = model_config(config)
+    tensor = math.gcd(model.num_kv_heads, slice_.chips)
+    data = slice_.chips // tensor
+    if lanes % data:
+        raise ConfigError(
+            f"{lanes} lanes cannot be spread over {data} groups of {tensor} chips; take a multiple of {data}"
+        )
+    mesh = sharding.make_mesh(devices=ahead.devices(slice_), data=data, tensor=tensor)
+    traced, params, state = trace_step(model, options, lanes, length, mesh)
+    work = flops.count(traced.jaxpr)
+    fixed: dict[str, Any] = {
+        "slice": slice_,
+        "slices": 1,
+        "mesh": dict(mesh.shape),
+        "work": {"strategy": options.strategy, "lanes": lanes, "cache_length": length},
+        "tokens": lanes,
+        "parameters": _count(params),
+        "flops": work,
+        "model_flops": work,
+    }
+    held = {"parameters": _bytes(params), "cache": _bytes(state)}
+    return _compile(traced.lower(lowering_platforms=("tpu",)), held, fixed)
+
+
+def _compile(lowered: Any, held: dict[str, float], fixed: dict[str, Any]) -> Plan:
+    """`held`: bytes of a chip that are there before the step, by kind."""
     try:
         compiled, seconds = ahead.compile_(lowered)
     except jax.errors.JaxRuntimeError as error:
@@ -125,15 +163,15 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
     sizes: Any = compiled.memory_analysis()
     memory = {
         **held,
-        "batch": sizes.argument_size_in_bytes - sum(held.values()),
+        "inputs": sizes.argument_size_in_bytes - sum(held.values()),
         "temporaries": sizes.temp_size_in_bytes,
         "outputs": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         "program": sizes.generated_code_size_in_bytes,
     }
-    collectives, chip = program.collectives(), slice_.chip
+    collectives, chip = program.collectives(), fixed["slice"].chip
     hbm_bytes = program.hbm_bytes()
     limits = {
-        "compute": fixed["flops"] / (slice_.chips * slices * chip.flops),
+        "compute": fixed["flops"] / (math.prod(fixed["mesh"].values()) * chip.flops),
         "HBM": hbm_bytes / chip.bandwidth,
         "network": sum(c.wire for c in collectives) / chip.links,
     }
@@ -149,13 +187,17 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
     )
 
 
+def named_slice(config: TrainConfig) -> Slice:
+    """Of `parallel.accelerator`. Raises ConfigError where there is none."""
+    if config.parallel.accelerator is None:
+        raise ConfigError("which slice? set parallel.accelerator=v5p-32, or give --topology v5p-32 or v5p:2x2x4")
+    return parse_slice(config.parallel.accelerator)
+
+
 def search(config: TrainConfig, slice_: Slice | None = None, *, most: int = 8) -> Iterator[Plan]:
     """Plans of the configuration's global batch over meshes and microbatches, at most `most` compiled, as they get
     ready. Of a mesh that does not fit, the next one tried has microbatches so small that it should."""
-    if slice_ is None and config.parallel.accelerator is not None:
-        slice_ = parse_slice(config.parallel.accelerator)
-    if slice_ is None:
-        raise ConfigError("which slice? set parallel.accelerator=v5p-32, or give --topology v5p-32")
+    slice_ = slice_ or named_slice(config)
     model, tried = model_config(config), 0
     for tensor in (1, 2, 4, 8):
         if model.num_kv_heads % tensor or model.intermediate_size % tensor or slice_.chips % tensor:
@@ -219,12 +261,17 @@ def model_flops(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int)
 def state_bytes(state: TrainState) -> dict[str, float]:
     """Bytes a chip of weights and of moments, from where they lie."""
 
-    def size(tree: Any) -> float:
-        return float(
-            sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
-        )
+    return {"parameters": _bytes(state.params), "moments": _bytes(state.opt_state)}
 
-    return {"parameters": size(state.params), "moments": size(state.opt_state)}
+
+def _bytes(tree: Any) -> float:
+    """Of a chip."""
+    leaves = jax.tree.leaves(tree)
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in leaves))
+
+
+def _count(tree: Any) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
 def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> tuple[Any, TrainState]:
@@ -234,10 +281,10 @@ def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> t
     objective = setup.make_objective(config, setup.make_forward(config, "tpu"))
     step: Any = make_train_step(model, objective, optimizer, schedule, mesh=mesh, unroll=config.compute.unroll_layers)
     rows, length = config.data.batch_size // config.data.accumulation, config.row_length
-    sharding = batch_sharding(mesh, rows)
+    place = batch_sharding(mesh, rows)
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((config.data.accumulation, rows, *shape), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((config.data.accumulation, rows, *shape), dtype, sharding=place)
 
     dtypes = {"weights": jnp.float32, "denominator": jnp.float32}
     shapes = {"denominator": ()}

@@ -13,8 +13,7 @@ def show(plan: Plan) -> str:
     lines = [
         f"{slices}{plan.slice.name} ({plan.slice.topology}): {plan.chips} chips, mesh {mesh}; "
         f"{plan.parameters / 1e9:.3g} B parameters",
-        f"batch {plan.batch_size} rows of {plan.row_length} tokens, {plan.noisy_length} noisy rows each at most; "
-        f"{plan.accumulation} microbatch{'es' if plan.accumulation > 1 else ''}",
+        ", ".join(f"{name} {value}" for name, value in plan.work.items()),
         "",
         "memory of a chip, GiB",
         *(f"  {kind:<16}{size / 2**30:8.2f}" for kind, size in plan.memory.items() if size >= 2**20),
@@ -29,7 +28,7 @@ def show(plan: Plan) -> str:
     ]
     if not plan.seconds:
         return "\n".join(lines)
-    tokens = plan.batch_size * plan.row_length / plan.step_seconds
+    tokens = plan.tokens / plan.step_seconds
     lines += [
         f"        {plan.hbm_bytes / 1e9:.4g} GB between HBM and chip, "
         f"{sum(c.wire for c in plan.collectives) / 1e9:.4g} GB sent, a chip",
@@ -51,4 +50,6 @@ def choice(chosen: Plan | None, tried: int) -> str:
     if chosen is None:
         return f"none of {tried} fits"
     mesh = " ".join(f"parallel.{axis}={size}" for axis, size in chosen.mesh.items() if axis != "slice")
-    return f"best of {tried}: {mesh} data.accumulation={chosen.accumulation} ({chosen.step_seconds:.3g} s a step)"
+    return (
+        f"best of {tried}: {mesh} data.accumulation={chosen.work['accumulation']} ({chosen.step_seconds:.3g} s a step)"
+    )

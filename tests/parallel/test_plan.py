@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from marsjax.decoding.options import Options
 from marsjax.models.layout import abstract
 from marsjax.parallel import flops, hlo
 from marsjax.parallel.slices import parse_slice
@@ -190,6 +191,16 @@ def test_each_objective_compiles_and_fits(name):
     found = planning.plan(_recipe(name))
     assert found.fits
     assert found.flops >= found.model_flops
+
+
+@compiler
+def test_a_decode_step():
+    found = planning.plan_decode(
+        _recipe("qwen2.5_0.5b_mars_b4"), parse_slice("v5e-4"), options=Options("mars", window=4)
+    )
+    assert found.fits
+    assert found.memory["parameters"] >= 2 * 0.494e9 / 2
+    assert found.seconds["HBM"] > found.seconds["compute"]  # what makes several tokens a forward worth it
 
 
 @compiler
