@@ -74,6 +74,7 @@ def train(config: TrainConfig) -> TrainResult:
     p = config.parallel
     start_processes(p.coordinator, p.processes, p.process_id, start_timeout=p.start_timeout)
     platform = setup.check_platform(config)
+    setup.check_processes(config, jax.process_count())
     forward = setup.make_forward(config, platform)
     mesh = setup.make_mesh(config)
     directory = Path(config.output.directory).expanduser()
@@ -355,11 +356,13 @@ class _Run:
         return path
 
     def close(self) -> None:
-        self._stop_trace()
-        self.reporter.close()
-        if self.writer is not None:
-            self.writer.close()
-        self.checkpoints.wait()
+        try:
+            self.checkpoints.wait()  # whatever ended the run: what is being written is not lost
+        finally:
+            self._stop_trace()
+            self.reporter.close()
+            if self.writer is not None:
+                self.writer.close()
 
 
 class _Pending:

@@ -51,6 +51,15 @@ def check_platform(config: TrainConfig) -> str:
     return actual
 
 
+def check_processes(config: TrainConfig, count: int) -> None:
+    """Raises ConfigError for what a run of `count` processes cannot do."""
+    if count > 1 and config.evaluation.data is not None and config.evaluation.decode_prompts:
+        raise ConfigError(
+            f"evaluation.decode_prompts={config.evaluation.decode_prompts}: prompts are decoded by one process, and "
+            f"this run has {count}; set it to 0, and decode the export instead (marsjax generate)"
+        )
+
+
 def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh that `parallel` asks for, over all devices (None: those that JAX shows)."""
     sizes, there = config.parallel.sizes, len(jax.devices() if devices is None else devices)
