@@ -17,6 +17,7 @@ from marsjax.training.state import Params, TrainState
 log = logging.getLogger(__name__)
 
 HOST = "host"
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of orbax's directories until they are whole
 
 
 class SaveError(RuntimeError):
@@ -33,8 +34,8 @@ class Checkpoints:
 
     Saving returns when the state has left the devices, which may then go on; the files are written meanwhile. Their
     fate is asked for before the next save and by `wait`: a failing writer ends the run. Directories that a crash left
-    half-written are never read, and do not stop later saves. Of several processes each writes its own part, and all
-    call the same methods.
+    half-written are never read, do not stop later saves, and go with the next one. Of several processes each writes its
+    own part, and all call the same methods.
     """
 
     def __init__(self, directory: str | Path, *, keep: int = 1):
@@ -79,6 +80,9 @@ class Checkpoints:
                 kept = {*[s for s in self.steps() if s <= step][-self.keep :], best_step}
                 for old in set(self.steps()) - kept:
                     (self.directory / str(old)).rmtree()
+                for found in self.directory.iterdir():  # nothing is being written: a crash left it
+                    if TEMPORARY in found.name:
+                        found.rmtree()
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:

@@ -110,6 +110,7 @@ def test_stale_temporary_directories_do_not_stop_saving(tmp_path):
     checkpoints.save(state(4), {})
     checkpoints.wait()
     assert_same(checkpoints.restore(state(0))[0], state(4))
+    assert [p.name for p in tmp_path.iterdir()] == ["4"]  # a state of a large model would fill the disk
 
 
 def test_a_failing_writer_names_the_step(tmp_path, monkeypatch):
