@@ -5,8 +5,8 @@
 
 Compiles one step of each strategy for Qwen2.5-7B in bfloat16, weights and heads of the cache split over the chips, and
 prints a markdown table: bytes accessed a chip by the compiler's count and those of HBM alone (`marsjax.parallel.hlo`),
-beside those of `ar` at the same batch, what weights and cache alone would be, compile time. Branches (sampling) are left
-out. `--dump DIR` writes the programs.
+beside those of `ar` at the same batch, what weights and cache alone would be, compile time. Branches (sampling) are
+left out. `--dump DIR` writes the programs.
 """
 
 import argparse

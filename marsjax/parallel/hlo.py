@@ -123,8 +123,8 @@ class Program:
         return sorted(listed, key=lambda c: -c.wire)
 
     def hbm_bytes(self, *, inner: bool = True) -> int:
-        """Bytes between HBM and the chip in one step; of branches the dearest counts. `inner`: with what loops, branches
-        and calls do.
+        """Bytes between HBM and the chip in one step; of branches the dearest counts. `inner`: with what loops,
+        branches and calls do.
 
         The compiler's own count adds a weight's bytes up to three times where it is prefetched: read from HBM, written
         to the chip's memory, read there by the product.
@@ -202,7 +202,7 @@ def _hbm_bytes(body: Iterable[Instruction]) -> int:
         if one.opcode.endswith("-start"):
             sides = [a.on_chip for a in one.results]
             if any(sides) != all(sides):  # one side of the move is HBM: what moves is the smaller
-                total += min(a.nbytes for a in one.results if a.nbytes > 4)
+                total += min((a.nbytes for a in one.results if a.nbytes > 4), default=0)
             continue
         if one.opcode in ("dynamic-slice", "slice", "gather"):  # reads what it gives
             total += 2 * where[one.name]
