@@ -17,7 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.parallel.roll_call import LOOPBACK, StartError, roll_call
 
-__all__ = ["LateAgreement", "StartError", "agree", "any_process", "barrier", "give_up", "is_main", "start_processes"]
+__all__ = [
+    "LateAgreement",
+    "StartError",
+    "agree",
+    "any_process",
+    "barrier",
+    "give_up",
+    "is_main",
+    "start_processes",
+    "texts_of_all",
+]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +150,17 @@ def any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.asarray(bool(flag)))))
+
+
+def texts_of_all(text: str) -> list[str]:
+    """What each process says, by id, cut to a thousand bytes; a collective, as `agree`."""
+    if jax.process_count() == 1:
+        return [text]
+    from jax.experimental import multihost_utils
+
+    sent = np.frombuffer(text.encode()[:1000].ljust(1000, b"\0"), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(sent))
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
 class LateAgreement:

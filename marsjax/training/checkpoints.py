@@ -11,7 +11,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from marsjax.parallel.start import agree, barrier, is_main
+from marsjax.parallel.start import agree, any_process, barrier, is_main
 from marsjax.training.state import Params, TrainState
 
 log = logging.getLogger(__name__)
@@ -119,18 +119,17 @@ class Checkpoints:
         candidates = agree(self.steps()[::-1]) if step is None else [step]
         failures = []
         for candidate in candidates:
+            path, reason = self.directory / str(candidate), ""
             try:
-                path = self.directory / str(candidate)
                 found = ocp.load(path, wanted)
                 host = json.loads(ocp.metadata(path).custom_metadata[HOST])
             except Exception as error:  # orbax raises many types for missing and truncated files
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                failures.append(f"step {candidate}: {reason}")
-                log.warning(
-                    "checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason
-                )
-                continue
-            return found, host, candidate
+            if not any_process(bool(reason)):  # all go on from the same step, or none from this one
+                return found, host, candidate
+            reason = reason or "another process cannot read it"
+            failures.append(f"step {candidate}: {reason}")
+            log.warning("checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason)
         what, way_out = "no checkpoint", "choose another output.directory, or delete this one to start anew"
         if step is not None:
             there = ", ".join(map(str, self.steps())) or "none"

@@ -80,6 +80,7 @@ def train(config: TrainConfig) -> TrainResult:
     directory = Path(config.output.directory).expanduser()
     _check_same_run(directory, config)
     _check_writable(directory)
+    setup.check_shared(directory)
     pretrained = setup.load_model(config, mesh)
     setup.check_mesh(config, pretrained.model.config, mesh)
     data = setup.load_data(config, pretrained, mesh)
@@ -122,7 +123,7 @@ def _saved_config(path: Path) -> dict[str, Any]:
 
 def _check_writable(directory: Path) -> None:
     """Before any long work: a place where the first checkpoint could not be written is refused."""
-    probe = directory / f".probe-{os.getpid()}"
+    probe = directory / f".probe-{jax.process_index()}-{os.getpid()}"  # containers on several hosts share numbers
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(4096))

@@ -1,7 +1,9 @@
 """From a configuration to the things a run works with: platform, model, rows, objective."""
 
 import dataclasses
+import json
 import math
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from marsjax.data.batch import BatchFormat
 from marsjax.data.packing import Packing, pack
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
-from marsjax.data.sources import open_source
+from marsjax.data.sources import DataError, open_source
 from marsjax.models import Decoder, ModelConfig, abstract
 from marsjax.models.layout import from_params
 from marsjax.parallel import sharding
 from marsjax.parallel.slices import parse_slice
+from marsjax.parallel.start import agree, barrier, is_main, texts_of_all
 from marsjax.text.chat import render_prompt, same_day, turn_end_id
 from marsjax.text.mask_token import ensure_mask_token
 from marsjax.training import block_diffusion
@@ -52,12 +55,51 @@ def check_platform(config: TrainConfig) -> str:
 
 
 def check_processes(config: TrainConfig, count: int) -> None:
-    """Raises ConfigError for what a run of `count` processes cannot do."""
-    if count > 1 and config.evaluation.data is not None and config.evaluation.decode_prompts:
+    """Raises ConfigError for what a run of `count` processes cannot do, and where their configurations differ."""
+    if count == 1:
+        return
+    if config.evaluation.data is not None and config.evaluation.decode_prompts:
         raise ConfigError(
             f"evaluation.decode_prompts={config.evaluation.decode_prompts}: prompts are decoded by one process, and "
             f"this run has {count}; set it to 0, and decode the export instead (marsjax generate)"
         )
+    own = dataclasses.replace(config.parallel, process_id=None)  # the one setting in which they must differ
+    mine = json.loads(json.dumps(dataclasses.replace(config, parallel=own).to_dict(), default=str))
+    first = agree(mine)
+    unlike = [
+        f"{section}.{key}={value}, not {first[section][key]}"
+        for section, values in mine.items()
+        for key, value in values.items()
+        if first[section][key] != value
+    ]
+    if told := _unlike_process_0(", ".join(unlike)):
+        raise ConfigError(f"the processes of a run must be started with one configuration: {told}")
+
+
+def check_shared(directory: Path) -> None:
+    """Raises ConfigError unless the directory is one and the same in all processes, as checkpoints need."""
+    probe = directory / agree(f".shared-{uuid.uuid4().hex}")
+    if is_main():
+        probe.touch()
+    barrier(probe.name)
+    told = _unlike_process_0("" if probe.exists() else "another directory of this name")
+    if is_main():
+        probe.unlink(missing_ok=True)
+    if told:
+        raise ConfigError(f"output.directory={directory} must be on a mount that all processes share: {told}")
+
+
+def _check_same_data(batches: TrainBatches) -> None:
+    mine = batches.state()
+    first = agree(mine)
+    unlike = ", ".join(f"{name} {value}, not {first[name]}" for name, value in mine.items() if first[name] != value)
+    if told := _unlike_process_0(unlike):
+        raise DataError(f"the processes of a run must read the same data: {told}; copy the files of process 0")
+
+
+def _unlike_process_0(what: str) -> str:
+    """The same in all processes: who has something else than process 0, and what; "" if nobody has."""
+    return "; ".join(f"process {i} has {text}" for i, text in enumerate(texts_of_all(what)) if text)
 
 
 def make_mesh(config: TrainConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -225,6 +267,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
         if jax.process_count() > 1
         else None,
     )
+    _check_same_data(batches)
     held_out = rows(config.evaluation.data) if config.evaluation.data else None
     micro = dataclasses.replace(form, batch_size=section.batch_size // section.accumulation)
     return TrainData(batches, held_out, micro, end_id, config.evaluation.rows, prompts)

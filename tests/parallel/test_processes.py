@@ -145,9 +145,7 @@ def assert_same_rows(place, name):
         straight, seen = dict(place.rows("unbroken", process)), place.rows(name, process)
         assert all(rows == straight[step] for step, rows in seen)
         steps = [0, *(step for step, _ in seen)]
-        assert all(
-            after == before + 1 or (after - 1) in (0, 2, 3, 4) for before, after in itertools.pairwise(steps)
-        )
+        assert all(after == before + 1 or (after - 1) in (0, 2, 3, 4) for before, after in itertools.pairwise(steps))
         assert steps[-1] == STEPS
 
 
@@ -220,3 +218,32 @@ def test_a_full_disk_of_one_process_ends_both_and_says_so(place):
     assert done.returncode == 1
     assert "[process 0] marsjax: writing the checkpoint of step 4" in done.stdout
     assert "No space left on device. The newest good one is step 3; free the disk" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "output.directory={}/$MARSJAX_PROCESS_ID",
+            "one configuration: process 1 has output.directory={0}/1, not {0}/0",
+        ),
+        ("data.train=jsonl:rows.jsonl", "must read the same data: process 1 has rows 1, not 2, fingerprint "),
+        ("output.directory=run", "run must be on a mount that all processes share: process 1 has another directory of"),
+    ],
+)
+def test_processes_that_do_not_belong_together(place, tmp_path, override, said):
+    """Each runs in a directory of its own, as on hosts that share nothing."""
+    ask = {"role": "user", "content": "Hi"}
+    for process in range(2):
+        (tmp_path / str(process)).mkdir()
+        row = json.dumps({"messages": [ask, {"role": "assistant", "content": "Ho"}]}) + "\n"
+        (tmp_path / str(process) / "rows.jsonl").write_text(row * (2 - process))
+    words = [sys.executable, "-m", "marsjax.cli", "train", str(place.directory / "config.yaml"), "data.batch_size=4"]
+    words += ["data.packing=false", "data.row_length=null"]
+    words += [f"output.directory={tmp_path}/run"] * override.startswith("data") + [override.format(tmp_path)]
+    here = f"cd {tmp_path}/$MARSJAX_PROCESS_ID && exec {' '.join(words)}"
+    launch = [sys.executable, str(ROOT / "launch" / "local.py"), "--grace", "5", "--", "bash", "-c", here]
+    done = subprocess.run(launch, env=place.env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert said.format(tmp_path) in done.stdout
+    assert "step 1/" not in done.stdout
