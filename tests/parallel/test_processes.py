@@ -214,7 +214,8 @@ def test_resumed_on_half_the_devices_sees_each_remaining_row_once(place, unbroke
 
 
 def test_a_full_disk_of_one_process_ends_both_and_says_so(place):
-    done = place.run("full", full=[0, 4])
+    mesh = ("parallel.data=1", "parallel.fsdp=-1", "parallel.tensor=1")  # what a configuration without the section has
+    done = place.run("full", *mesh, full=[0, 4])
     assert done.returncode == 1
     assert "[process 0] marsjax: writing the checkpoint of step 4" in done.stdout
     assert "No space left on device. The newest good one is step 3; free the disk" in done.stdout
