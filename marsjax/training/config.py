@@ -92,7 +92,11 @@ class OptimizerSection:
 class ComputeSection:
     platform: Literal["cpu", "gpu", "tpu"] | None = _setting(None, "stop unless JAX runs on this; None: take any")
     dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "compute dtype; auto: float32 on a CPU only")
-    remat: str | None = _setting(None, "a jax.checkpoint_policies name such as nothing_saveable; None: keep all")
+    remat: str | None = _setting(
+        "auto",
+        "a jax.checkpoint_policies name such as nothing_saveable; None: keep all; auto: on a CPU with scanned layers "
+        "dots_with_no_batch_dims_saveable, else None",
+    )
     chunk_mib: int = _setting(256, "bound on one chunk of logits of a device, MiB")
     attention: Literal["auto", "splash", "blocks", "dense"] = _setting(
         "auto", "splash: the TPU's kernel; blocks: half the work of dense; dense: any alignment; auto: splash on a TPU"
@@ -351,7 +355,7 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"output.directory={c.output.directory} is a URL; it must be a mounted path, such as /mnt/bucket/run"
     if c.output.export == "best" and c.evaluation.data is None:
         yield "output.export=best needs evaluation.data, whose loss says which is best; or export=last"
-    if c.compute.unroll_layers and c.compute.remat is not None:
+    if c.compute.unroll_layers and c.compute.remat not in (None, "auto"):
         yield (
             f"compute.remat={c.compute.remat} acts on the scan over layers, which compute.unroll_layers=true turns "
             "off; leave one of them out"

@@ -336,6 +336,10 @@ def make_forward(config: TrainConfig, platform: str) -> Forward:
     remat, attention = config.compute.remat, config.compute.attention
     if attention == "auto":
         attention = "splash" if platform == "tpu" else "blocks"
+    if remat == "auto":
+        # A CPU computes norms, activations and softmax again in less time than it takes to store and fetch them.
+        scanned_on_cpu = platform == "cpu" and not config.compute.unroll_layers
+        remat = "dots_with_no_batch_dims_saveable" if scanned_on_cpu else None
     if remat is not None and not hasattr(jax.checkpoint_policies, remat):
         known = ", ".join(n for n in dir(jax.checkpoint_policies) if not n.startswith("_"))
         raise ConfigError(f"compute.remat={remat} is not a jax.checkpoint_policies name; known: {known}")
