@@ -98,7 +98,8 @@ class TrainBatches:
         if self._targets is None:
             return batch, needed_target_rows(batch, self.target_block)
         needed = max(self._targets[self._order[row + i]] for i in range(self.form.batch_size))
-        return batch, rounded_target_rows(int(needed), self.form.length, self.target_block)
+        rounded = rounded_target_rows(int(needed), self.form.length, self.target_block)
+        return batch, rounded if self.packing is None else min(rounded, self.packing.noisy_length)
 
     def _documents(self, row: int) -> list[Row]:
         index = self._order[row]

@@ -115,16 +115,15 @@ def test_the_projects_problems_fill_their_rows():
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_an_epoch_has_every_document_once_and_its_noisy_rows_fit(problems, fill):
-    format_ = BatchFormat(4, 256, 4, 512, TOKENIZER.eos_token_id, fill_last_block_with_end=fill)
-    packing = packed(problems, filled=format_.filled_block)
-    packing = packed(problems, filled=format_.filled_block, noisy_length=packing.noisy_length)
+    format_ = BatchFormat(4, 224, 4, 512, TOKENIZER.eos_token_id, fill_last_block_with_end=fill)
+    packing = packed(problems, length=224, filled=format_.filled_block)
+    packing = packed(problems, length=224, filled=format_.filled_block, noisy_length=packing.noisy_length)
     batches = TrainBatches(problems, format_, seed=1, epochs=4, packing=packing)
     assert batches.total_batches == len(packing)
     count = {}
     for batch in batches:
-        assert batches.target_rows <= 256
         wanted = (batch.weights != 0).reshape(4, -1, 4).any(-1).sum(-1) * 4
-        assert wanted.max() <= min(packing.noisy_length, batches.target_rows)
+        assert wanted.max() <= batches.target_rows <= packing.noisy_length
         for document in (d for row in documents_of(batch) for d in row):
             count[document] = count.get(document, 0) + 1
     assert sum(count.values()) == 4 * len(problems)

@@ -21,7 +21,7 @@ model:
   init: {family: qwen2, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 2,
          head_dim: 8}
   tokenizer: demo
-data: {train: "problems:train,count=200", length: 112, packing: true, row_length: 256, batch_size: 8}
+data: {train: "problems:train,count=200", length: 112, packing: true, row_length: 224, batch_size: 8}
 optimizer: {steps: 6, learning_rate: 1.0e-3, warmup: 2, eps: 1.0e-6}
 parallel: {data: -1, fsdp: 2, tensor: 2}
 evaluation: {data: "problems:validation,count=9", rows: 5, every: 3}
