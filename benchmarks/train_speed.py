@@ -47,7 +47,8 @@ class Ours:
         self.jax, self.mesh, self.compact = jax, make_mesh(fsdp=1), compact
         decoder = load(model, layout="stacked", mesh=self.mesh, with_mask_token=True).model
         config = load_config(None, [
-            f"model.source={model}", "data.train=jsonl:unused.jsonl", "output.directory=unused", f"objective.block_size={BLOCK_SIZE}",
+            f"model.source={model}", "data.train=jsonl:unused.jsonl", "output.directory=unused",
+            f"objective.block_size={BLOCK_SIZE}",
             f"optimizer={{learning_rate: {LEARNING_RATE}, steps: 1, warmup: 0, final_fraction: 1.0}}",
             f"optimizer={{clip_norm: {CLIP}, weight_decay: {DECAY}}}", f"compute.unroll_layers={str(unroll).lower()}",
         ])  # fmt: skip
