@@ -1,5 +1,6 @@
 """`marsjax train` in two processes of four devices: equal to one process on one device, and to itself after crashes."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -36,7 +37,9 @@ class Place:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        (directory / "config.yaml").write_text(CONFIG)
+        part = directory / f"config.yaml.{os.getpid()}"
+        part.write_text(CONFIG)
+        part.replace(directory / "config.yaml")
         self.env = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -101,29 +104,52 @@ def placed(checkpoint: Path):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return Place(tmp_path_factory.mktemp("runs"))
+    """One for all workers, where tests are spread over several: runs are made once."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "processes"
+    directory.mkdir(exist_ok=True)
+    return Place(directory)
+
+
+def once(place, name, make) -> str:
+    """What run `name` printed, made by whoever comes first."""
+    done = place.directory / f"{name}.done"
+    with (place.directory / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            done.write_text(make().stdout)
+    return done.read_text()
+
+
+def made(place, name, *overrides, code=0, **options):
+    done = place.run(name, *overrides, **options)
+    assert done.returncode == code, done.stdout[-3000:]
+    return done
 
 
 @pytest.fixture(scope="module")
 def unbroken(place):
-    done = place.run("unbroken")
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done
+    return once(place, "unbroken", lambda: made(place, "unbroken"))
 
 
 @pytest.fixture(scope="module")
 def alone(place):
-    done = place.run("alone", "parallel.fsdp=1", "parallel.tensor=1", processes=1, devices=1)
-    assert done.returncode == 0, done.stdout[-3000:]
+    mesh = ("parallel.fsdp=1", "parallel.tensor=1")
+    return once(place, "alone", lambda: made(place, "alone", *mesh, processes=1, devices=1))
 
 
 @pytest.fixture(scope="module")
 def stopped(place, unbroken):
-    """A run whose process 1 alone got SIGTERM, while step 2 was made."""
-    done = place.run("stopped", signal=[1, 2, 15])
-    assert done.returncode == 130, done.stdout[-3000:]
-    shutil.copytree(place.directory / "stopped", place.directory / "halved")
-    return done
+    """A run whose process 1 alone got SIGTERM, while step 2 was made; and a copy of it."""
+
+    def make():
+        done = made(place, "stopped", code=130, signal=[1, 2, 15])
+        shutil.copytree(place.directory / "stopped", place.directory / "halved")
+        for process in range(2):  # the rows up to there, since others go on with the run
+            shutil.copy(place.directory / f"stopped.rows.{process}", place.directory / f"until.rows.{process}")
+        return done
+
+    return once(place, "stopped", make)
 
 
 def assert_same_end(place, name, *, exact=True):
@@ -173,7 +199,7 @@ def test_each_process_makes_rows_of_its_own_that_are_together_the_batch(place, u
 
 
 def test_only_process_0_writes_and_prints(place, unbroken):
-    said = [line for line in unbroken.stdout.splitlines() if "step" in line and "spmd_partitioner" not in line]
+    said = [line for line in unbroken.splitlines() if "step" in line and "spmd_partitioner" not in line]
     assert len([line for line in said if line.startswith("[process 0] step ")]) == STEPS
     assert not [line for line in said if line.startswith("[process 1]")]
     base = f"{place.directory / 'unbroken'}/"
@@ -197,8 +223,8 @@ def test_killed_also_inside_a_save(place, unbroken):
 
 
 def test_sigterm_to_one_stops_both_behind_the_same_saved_step(place, stopped):
-    assert "stopped and saved at step 3; the same command goes on from there" in stopped.stdout
-    assert [[step for step, _ in place.rows("stopped", process)] for process in range(2)] == [[1, 2, 3]] * 2
+    assert "stopped and saved at step 3; the same command goes on from there" in stopped
+    assert [[step for step, _ in place.rows("until", process)] for process in range(2)] == [[1, 2, 3]] * 2
     done = place.run("stopped")
     assert "resumed at step 3 of 6" in done.stdout
     assert_same_end(place, "stopped")
