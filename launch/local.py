@@ -4,8 +4,9 @@
     python launch/local.py --processes 2 --devices 4 -- marsjax train config.yaml output.directory=runs/two
 
 Their output comes with [process i] before each line. The first that fails ends the others, and its exit code is
-returned; SIGINT and SIGTERM go on to all. With --restart K all are started again up to K times after a failure, as on
-spot machines. Needs nothing but Python.
+returned; SIGINT and SIGTERM go on to all. What still runs --grace seconds after either is killed, and at once at a
+second signal. With --restart K all are started again up to K times after a failure, as on spot machines. Needs nothing
+but Python.
 """
 
 import argparse
@@ -54,6 +55,8 @@ class Group:
     def __init__(self, command: Sequence[str], processes: int, devices: int, port: int) -> None:
         self.children: list[subprocess.Popen[str]] = []
         self._copies: list[threading.Thread] = []
+        self._kill_at: float | None = None  # time.monotonic(), once they were asked to end
+        self._killed = False
         lock = threading.Lock()
         for number in range(processes):
             child = subprocess.Popen(
@@ -81,6 +84,17 @@ class Group:
                 except ProcessLookupError:
                     continue
 
+    def stop(self, number: int, grace: float) -> None:
+        """Asks all to end with a signal; those that still run after `grace` seconds are killed while `wait` waits.
+
+        Asked again it kills them at once: a process that hangs in compiled code sees no signal but SIGKILL.
+        """
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + grace
+            self.send(number)
+        else:
+            self.send(signal.SIGKILL)
+
     def wait(self, grace: float) -> int:
         """The exit code of the run: 0, or that of the first process that failed (128 + n for signal n)."""
         while True:
@@ -88,6 +102,7 @@ class Group:
             failed = [(number, code) for number, code in enumerate(codes) if code]
             if failed or None not in codes:
                 break
+            self._kill_late()
             time.sleep(0.05)
         if failed:
             number, code = failed[0]
@@ -104,14 +119,33 @@ class Group:
         return failed[0][1] if failed[0][1] > 0 else 128 - failed[0][1]
 
     def end(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL to what still runs after `grace` seconds."""
-        self.send(signal.SIGTERM)
-        deadline = time.monotonic() + grace
-        while time.monotonic() < deadline and any(child.poll() is None for child in self.children):
+        """SIGTERM, then SIGKILL to what still runs after `grace` seconds.
+
+        Those that were asked to end already are not asked again, which would interrupt them while they save.
+        """
+        if self._kill_at is None:
+            self.stop(signal.SIGTERM, grace)
+        while any(child.poll() is None for child in self.children) and not self._kill_late():
             time.sleep(0.05)
+        for child in self.children:
+            child.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to what still runs."""
         self.send(signal.SIGKILL)
         for child in self.children:
             child.wait()
+
+    def _kill_late(self) -> bool:
+        """Kills what still runs if it was asked to end and its time is over; whether it is."""
+        if self._kill_at is None or time.monotonic() < self._kill_at:
+            return False
+        if not self._killed:
+            self._killed = True
+            late = [str(number) for number, child in enumerate(self.children) if child.poll() is None]
+            _say(f"still running when the grace was over, so killed: process {', '.join(late)}")
+        self.send(signal.SIGKILL)
+        return True
 
 
 def _say(text: str) -> None:
@@ -126,7 +160,7 @@ def launch(command: Sequence[str], processes: int, devices: int, *, restart: int
     def passed_on(number: int, _: object) -> None:
         stopped.append(number)
         for each in group:
-            each.send(number)
+            each.stop(number, grace)
 
     before = {s: signal.signal(s, passed_on) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -134,7 +168,7 @@ def launch(command: Sequence[str], processes: int, devices: int, *, restart: int
             # A port of its own for every attempt: the last one's may still be held.
             group[:] = [Group(command, processes, devices, port or free_port())]
             if stopped:  # while they were being started
-                group[0].send(signal.SIGTERM)
+                group[0].stop(stopped[0], 0 if len(stopped) > 1 else grace)
             code = group[0].wait(grace)
             if code == 0 or stopped or attempt == restart:
                 return code
@@ -142,7 +176,7 @@ def launch(command: Sequence[str], processes: int, devices: int, *, restart: int
         return code
     finally:
         for each in group:
-            each.end(grace=0)
+            each.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -157,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="how many (2)")
     parser.add_argument("--devices", type=int, default=4, help="CPU devices in each (4)")
     parser.add_argument("--restart", type=int, default=0, help="start all again up to so many times after a failure")
-    parser.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (10)")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds to save and end before SIGKILL (30)")
     parser.add_argument("--port", type=int, default=0, help="of process 0 on loopback (a free one)")
     options = parser.parse_args(own)
     if not command:

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -78,25 +80,76 @@ def test_restart_starts_all_again_until_it_works_or_the_count_is_over(tmp_path):
     assert "[process 1] attempt 3" in run.stdout
 
 
-def test_sigterm_and_sigint_go_on_to_all_and_end_restarts():
-    code = (
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(5)))\n"
-        "signal.signal(signal.SIGINT, lambda *_: print('one more step', flush=True))\n"
-        "print('ready', flush=True)\nfor _ in range(600): time.sleep(0.1)"
+SIGNALS = """
+import os, signal, sys, time
+def saved(number, frame):
+    print('asked', flush=True)
+    time.sleep(0.5 if os.environ['MARSJAX_PROCESS_ID'] == '1' else 0)
+    print('saved', flush=True)
+    sys.exit(5)
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, {handler})
+print('ready', flush=True)
+for _ in range(600):
+    time.sleep(0.1)
+"""
+
+
+def signalled(*options: str, handler: str, signals: list[int]) -> tuple[int, list[str], str, float]:
+    """Exit code, lines, what the launcher said and seconds from the first signal, one sent when all are ready.
+
+    The next ones are sent when every process has answered a line to the one before.
+    """
+    run = subprocess.Popen(
+        command(*options, code=SIGNALS.format(handler=handler)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    run = subprocess.Popen(command("--restart", "9", code=code), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    lines = [run.stdout.readline(), run.stdout.readline()]
-    run.send_signal(signal.SIGINT)
-    lines += [run.stdout.readline(), run.stdout.readline()]
-    run.send_signal(signal.SIGTERM)
-    rest, _ = run.communicate(timeout=30)
-    assert run.returncode == 5
-    words = ("ready", "one more step", "saved")
-    assert sorted([*lines, *rest.splitlines(keepends=True)]) == sorted(
-        f"[process {i}] {word}\n" for i in range(2) for word in words
-    )
+    try:
+        assert run.stdout is not None
+        lines = [run.stdout.readline() for _ in range(2)]
+        begun = time.monotonic()
+        for place, number in enumerate(signals):
+            if place:
+                lines += [run.stdout.readline() for _ in range(2)]
+            run.send_signal(number)
+        rest, said = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    return run.returncode, sorted([*lines, *rest.splitlines(keepends=True)]), said, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_on_to_all_once_and_ends_restarts(number):
+    """Once: the process that takes longer to save is not interrupted when the other has ended."""
+    code, lines, _, seconds = signalled("--restart", "9", handler="saved", signals=[number])
+    assert code == 5
+    assert lines == sorted(f"[process {i}] {word}\n" for i in range(2) for word in ("ready", "asked", "saved"))
+    assert seconds < 10
+
+
+DEAF = "lambda *_: print('deaf', flush=True)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_a_signal_does_not_end_is_killed_after_the_grace(number):
+    code, lines, said, seconds = signalled("--restart", "9", "--grace", "1", handler=DEAF, signals=[number])
+    assert code == 137
+    assert lines == sorted(f"[process {i}] {word}\n" for i in range(2) for word in ("ready", "deaf"))
+    assert "still running when the grace was over, so killed: process 0, 1" in said
+    assert "starting all again" not in said
+    assert 1 < seconds < 10
+
+
+def test_a_second_signal_kills_at_once():
+    signals = [signal.SIGINT, signal.SIGINT]
+    code, lines, said, seconds = signalled("--restart", "9", "--grace", "60", handler=DEAF, signals=signals)
+    assert code == 137
+    assert lines == sorted(f"[process {i}] {word}\n" for i in range(2) for word in ("ready", "deaf"))
+    assert "starting all again" not in said
+    assert seconds < 10
 
 
 def test_wrong_options_are_refused():
