@@ -113,7 +113,7 @@ def plan(
     plans = []
     for found in found_plans:
         plans.append(found)
-        print(json.dumps(found.to_dict()) if json_ else plan_table.show(found), flush=True)
+        print(json.dumps(found.to_dict(), allow_nan=False) if json_ else plan_table.show(found), flush=True)
     chosen = planning.best(plans)
     if search and not json_:
         print(plan_table.choice(chosen, len(plans)))
@@ -448,13 +448,35 @@ def _keep_compiled_programs() -> None:
     compilation_cache.use_compilation_cache()
 
 
-def _give_up() -> int:
-    """Exit code 1; of several processes at once, or this one would wait at its end for the others."""
+TRY_AGAIN = 42  # exit code of what a new start may mend; launch/ starts such runs again
+
+
+def _exit_code(error: Exception) -> int:
+    """1; of several processes whose devices or files failed for other reasons than memory and room, TRY_AGAIN."""
+    if "jax" not in sys.modules:
+        return 1
+    import errno
+
+    import jax
+
+    if not jax.distributed.is_initialized():
+        return 1
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return 1 if "RESOURCE_EXHAUSTED" in str(error) else TRY_AGAIN
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    transient = cause is not None and cause.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+    return TRY_AGAIN if transient else 1
+
+
+def _give_up(code: int) -> int:
+    """The exit code; one of several processes ends at once, or it would wait at its end for the others."""
     if "jax" in sys.modules:
         from marsjax.parallel.start import give_up
 
-        give_up(1)
-    return 1
+        give_up(code)
+    return code
 
 
 COMMANDS = {
@@ -483,7 +505,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except KeyboardInterrupt as error:
         print(f"marsjax: {str(error) or 'interrupted'}", file=sys.stderr)
-        return 130
+        return 130 if type(error) is KeyboardInterrupt else _give_up(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -493,7 +515,7 @@ def main(argv: list[str] | None = None) -> int:
         told = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError)  # written for people
         print(f"marsjax: {error if told else f'{type(error).__name__}: {error}'}", file=sys.stderr)
         print("(set MARSJAX_TRACEBACK=1 to see where)", file=sys.stderr)
-        return _give_up()
+        return _give_up(_exit_code(error))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ hosts: each makes the rows that lie on its own devices.
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 import grain
 import numpy as np
@@ -72,6 +73,8 @@ class TrainBatches:
         self._order = grain.MapDataset.range(self._count).shuffle(seed).repeat(epochs)
         self._targets = self._target_rows()
         self._identity = {"rows": self._count, "seed": seed, "fingerprint": rows.fingerprint}
+        if packing is not None:
+            self._identity["packing"] = crc32(packing.documents.tobytes(), crc32(packing.starts.tobytes()))
         self._go_on_from(0)
 
     def _target_rows(self) -> np.ndarray | None:

@@ -106,9 +106,9 @@ class Program:
                     continue
                 # One that runs beside other work stands in each computation it runs beside.
                 if channel := re.search(r"channel_id=(\d+)", one.rest):
-                    if channel[1] in channels:
+                    if (channel[1], times) in channels:
                         continue
-                    channels.add(channel[1])
+                    channels.add((channel[1], times))
                 payload = [a for a in one.results if a.shape or len(one.results) == 1]
                 if one.opcode.endswith("-start") and kind != "all-reduce":  # (operands, results, …)
                     payload = payload[len(payload) // 2 :]

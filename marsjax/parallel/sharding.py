@@ -113,6 +113,11 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
+def everywhere(tree: Any) -> Any:
+    """The arrays of a tree, whole on every device of the mesh that is set: every process can read them."""
+    return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), tree)
+
+
 def batch_axes(mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...]:
     """The mesh axes along which `rows` rows lie; () where they are not spread."""
     along = spec(("batch",), (rows,), mesh)[0]

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from marsjax.attention import masks
 from marsjax.models import Decoder, ModelConfig
+from marsjax.parallel.sharding import everywhere
 from marsjax.training.objectives import Forward, Scored, Sums, score_two_streams
 from marsjax.training.state import Params, rebuild
 
@@ -102,6 +103,6 @@ def make_eval_step(config: ModelConfig, *, block_size: int, forward: Forward, un
         key = jax.random.fold_in(jax.random.key(0), batch.tokens.sum())
         model = rebuild(config, params, unroll=unroll)
         sums = block_diffusion(model, batch, key, block_size=block_size, noisy_length=noisy_length, forward=forward)
-        return {"denominator": sums.denominator, "mask_numerator": sums.numerator}
+        return everywhere({"denominator": sums.denominator, "mask_numerator": sums.numerator})
 
     return jax.jit(eval_step, static_argnums=2)

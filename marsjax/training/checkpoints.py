@@ -11,7 +11,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from marsjax.parallel.start import agree, any_process, barrier, is_main
+from marsjax.parallel.start import agree, any_process, is_main
 from marsjax.training.state import Params, TrainState
 
 log = logging.getLogger(__name__)
@@ -66,23 +66,29 @@ class Checkpoints:
             )
         return step
 
-    def wait(self) -> None:
-        """Returns when nothing is being written. Raises SaveError if that failed."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when nothing is being written. Raises SaveError if that failed, or takes longer than `timeout`
+        seconds. No collective of the devices: a process may call it while others train."""
         if self._writing is None:
             return
         step, best_step, response = self._writing
         self._writing = None
         with self._failing(step):
-            response.result()
-            barrier(f"saved {step}")
-            if is_main():
-                # Steps past this one belong to a run that was given up, or cannot be read.
-                kept = {*[s for s in self.steps() if s <= step][-self.keep :], best_step}
-                for old in set(self.steps()) - kept:
-                    (self.directory / str(old)).rmtree()
-                for found in self.directory.iterdir():  # nothing is being written: a crash left it
-                    if TEMPORARY in found.name:
-                        found.rmtree()
+            response.result(timeout)  # once all have written
+        if is_main():
+            try:
+                self._clear(step, best_step)
+            except OSError as error:
+                log.warning("old checkpoints in %s stay for now: %s", self.directory, error)
+
+    def _clear(self, step: int, best_step: int | None) -> None:
+        # Steps past this one belong to a run that was given up, or cannot be read.
+        kept = {*[s for s in self.steps() if s <= step][-self.keep :], best_step}
+        for old in set(self.steps()) - kept:
+            (self.directory / str(old)).rmtree()
+        for found in self.directory.iterdir():  # nothing is being written: a crash left it
+            if TEMPORARY in found.name:
+                found.rmtree()
 
     @contextmanager
     def _failing(self, step: int) -> Iterator[None]:

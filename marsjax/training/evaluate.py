@@ -9,6 +9,7 @@ import numpy as np
 
 from marsjax.data.pipeline import needed_target_rows
 from marsjax.models import ModelConfig
+from marsjax.parallel.sharding import everywhere
 from marsjax.training.losses import RowScores
 from marsjax.training.objectives import Forward, Scored, score_clean, score_two_streams
 from marsjax.training.state import Params, rebuild
@@ -31,18 +32,19 @@ def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forw
         model = rebuild(config, params, unroll=unroll)
         if block_size is None:
             _, clean = score_clean(model, batch, None, forward)
-            return _clean_sums(batch, batch.weights, clean)
+            return everywhere(_clean_sums(batch, batch.weights, clean))
         scored = Scored(batch.weights != 0, batch.weights)
         scores = score_two_streams(
             model, batch, block_size=block_size, noisy_length=noisy_length, clean=scored, noisy=scored, forward=forward
         )
         assert scores.clean is not None
         weights, offsets = (jnp.take_along_axis(x, scores.rows, axis=1) for x in (batch.weights, batch.offsets))
-        return {
+        sums = {
             **_clean_sums(batch, weights, scores.clean),
             "mask_numerator": (weights * scores.noisy.cross_entropy).sum(),
             "mask": _histogram(scores.noisy, jnp.where(weights != 0, offsets, 0), block_size + 1),
         }
+        return everywhere(sums)
 
     return jax.jit(eval_step, static_argnums=2)
 

@@ -4,8 +4,9 @@ import gc
 import math
 import os
 import shutil
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from marsjax.data.mixture import MixedRows
 from marsjax.models import Decoder
 from marsjax.parallel.ahead import TPU_COMPILER_OPTIONS
 from marsjax.parallel.slices import chip_of
-from marsjax.parallel.start import LateAgreement, is_main, start_processes
+from marsjax.parallel.start import LateAgreement, agree, is_main, start_processes
 from marsjax.training import evaluate as held_out
 from marsjax.training import setup
-from marsjax.training.checkpoints import Checkpoints
+from marsjax.training.checkpoints import Checkpoints, SaveError
 from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, differences
 from marsjax.training.export import as_pretrained
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
@@ -33,6 +34,8 @@ from marsjax.training.state import abstract_state, copy_as_list, new_state, rebu
 from marsjax.training.step import batch_sharding, make_train_step, place_batch, place_whole
 from marsjax.training.stopping import StopAsked
 from marsjax.weights import Pretrained, save
+
+_LAST_WAIT = 300.0  # seconds for a checkpoint under way when a process ends in an error
 
 
 class TrainingDiverged(RuntimeError):
@@ -81,17 +84,23 @@ def train(config: TrainConfig) -> TrainResult:
     _check_same_run(directory, config)
     _check_writable(directory)
     setup.check_shared(directory)
-    pretrained = setup.load_model(config, mesh)
-    setup.check_mesh(config, pretrained.model.config, mesh)
-    data = setup.load_data(config, pretrained, mesh)
+    described = setup.describe_model(config)  # what is wrong shall be said before gigabytes are read
+    setup.check_mesh(config, described.model.config, mesh)
+    data = setup.load_data(config, described, mesh)
     run = None
     try:
-        run = _Run(config, directory, pretrained, data, forward, mesh)
-        return run.go()
+        run = _Run(config, directory, setup.load_model(config, mesh), data, forward, mesh)
+        result = run.go()
+    except BaseException as error:
+        if jax.process_count() > 1:  # now: others may have to be waited for
+            print(f"process {jax.process_index()} ends: {error!r}", file=sys.stderr, flush=True)
+        if run is not None:
+            run.close(failed=True)
+        raise
     finally:
         data.batches.close()
-        if run is not None:
-            run.close()
+    run.close()
+    return result
 
 
 def _check_same_run(directory: Path, config: TrainConfig) -> None:
@@ -193,10 +202,11 @@ class _Run:
             )
 
     def _resume(self) -> None:
-        if self.checkpoints.steps():
+        if agree(bool(self.checkpoints.steps())):
             host = self._read()
             self.data.batches.restore(host["data"])
-            self.progress = _Progress(**host["progress"])
+            known = {f.name for f in fields(_Progress)}
+            self.progress = _Progress(**{name: value for name, value in host["progress"].items() if name in known})
 
     def _read(self, step: int | None = None) -> dict[str, Any]:
         """Puts a checkpoint in the state's place; the old state goes first, so that memory never holds two."""
@@ -223,7 +233,7 @@ class _Run:
         with StopAsked() as stop:
             for step in range(self.start + 1, last + 1):
                 self._profile(step)
-                pending.swap(step, self._advance(pending.clock))
+                pending.swap(step, *self._advance(pending.clock))
                 ends = asked(bool(stop))
                 evaluates = self._evaluation_due(step) and not ends
                 saves = step % config.checkpoint.every == 0 or step == last or ends
@@ -233,7 +243,7 @@ class _Run:
                     try:
                         saves |= evaluates and self._evaluate(step)
                     except BaseException:
-                        saves = True
+                        saves |= jax.process_count() == 1  # of several, one alone cannot save
                         raise
                     finally:
                         if saves:
@@ -242,8 +252,9 @@ class _Run:
                     pending.clock.skip(paused)
                 reporter.step(step)
                 if ends:
+                    self.checkpoints.wait()
                     raise KeyboardInterrupt(f"stopped and saved at step {step}; the same command goes on from there")
-        self.checkpoints.wait()
+            self.checkpoints.wait()
         done = int(self.state.step)
         export = self._export() if last == self.steps else None
         seconds = before + time.perf_counter() - began
@@ -253,7 +264,8 @@ class _Run:
         every = self.config.evaluation.every
         return self.data.held_out is not None and (step % every == 0 or step == self.steps)
 
-    def _advance(self, clock: Clock) -> dict[str, Any]:
+    def _advance(self, clock: Clock) -> tuple[dict[str, Any], float | None]:
+        """(metrics of a step, its model FLOPs as `_model_flops`, None where its time does not count)."""
         batches = self.data.batches
         batch = next(batches)
         if self.block_size is not None and self.attention != "dense":
@@ -263,11 +275,13 @@ class _Run:
         batch = place_batch(batch, self.config.data.accumulation, self.micro_rows, self.batch_sharding)
         with jax.set_mesh(self.mesh):
             self.state, metrics = self.train_step(self.state, batch, target_rows)
-        if target_rows not in self.compiled:  # each has a program of its own
-            self.compiled[target_rows] = self._model_flops(target_rows)
-            clock.skip(since)
-        clock.flops += self.compiled[target_rows]
-        return metrics
+        if target_rows in self.compiled:
+            return metrics, self.compiled[target_rows]
+        # A program of its own, whose compilation is no part of the rate.
+        jax.block_until_ready(metrics)
+        self.compiled[target_rows] = self._model_flops(target_rows)
+        clock.skip(since)
+        return metrics, None
 
     def _model_flops(self, target_rows: int) -> float:
         """Of a step, over what all chips can do in a second; 0 where that is not known."""
@@ -284,12 +298,12 @@ class _Run:
             jax.profiler.start_trace(str(self.directory / "profile"))
             self.tracing = True
         elif self.tracing and begin is not None and step >= begin + count:
+            jax.block_until_ready(self.state.params)
             self._stop_trace()
 
     def _stop_trace(self) -> None:
         if self.tracing:
             self.tracing = False
-            jax.block_until_ready(self.state.params)
             jax.profiler.stop_trace()
             self.reporter.note(f"profile written to {self.directory / 'profile'}")
 
@@ -356,9 +370,15 @@ class _Run:
         self.reporter.note(f"exported to {path}")
         return path
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Whatever ended the run, what is being written is not lost; after an error, of one of several processes, it is
+        waited for only so long."""
         try:
-            self.checkpoints.wait()  # whatever ended the run: what is being written is not lost
+            self.checkpoints.wait(_LAST_WAIT if failed and jax.process_count() > 1 else None)
+        except SaveError as error:
+            if not failed:
+                raise
+            print(error, file=sys.stderr, flush=True)
         finally:
             self._stop_trace()
             self.reporter.close()
@@ -373,11 +393,12 @@ class _Pending:
         self.run, self.clock = run, Clock()
         self._step = 0
         self._metrics: dict[str, Any] | None = None
+        self._work: float | None = None
         self._window: list[dict[str, float]] = []
 
-    def swap(self, step: int, metrics: dict[str, Any]) -> None:
+    def swap(self, step: int, metrics: dict[str, Any], work: float | None) -> None:
         self.flush()
-        self._step, self._metrics = step, metrics
+        self._step, self._metrics, self._work = step, metrics, work
 
     def flush(self) -> None:
         if self._metrics is None:
@@ -391,15 +412,14 @@ class _Pending:
                 f"{values['learning_rate']:.3g}). Lower optimizer.learning_rate or raise optimizer.warmup, in another "
                 "output.directory: a run's checkpoints go on with its own settings only"
             )
-        self.clock.add(values["tokens"])
+        if self._work is not None:
+            self.clock.add(values["tokens"], self._work)
         self._window.append(values)
         run = self.run
         if step % run.config.output.log_every == 0 or step in (1, run.steps):
             means = {name: float(np.mean([v[name] for v in self._window])) for name in values}
             means["learning_rate"] = values["learning_rate"]
-            means["tokens_per_second"], utilisation = self.clock.read()
-            if utilisation:
-                means["utilisation"] = utilisation
+            means |= {name: rate for name, rate in self.clock.read().items() if rate}
             self._window.clear()
             run.write(step, "train", means)
             shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second", "utilisation")

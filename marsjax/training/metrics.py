@@ -24,7 +24,9 @@ class MetricsWriter:
         path = directory / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-            path.write_text("".join(line + "\n" for line in kept))
+            part = path.with_name(path.name + ".part")  # a kill between shall not lose what was measured
+            part.write_text("".join(line + "\n" for line in kept))
+            part.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._events = None
         if tensorboard:
@@ -101,23 +103,22 @@ class Reporter:
 
 
 class Clock:
-    """Tokens and work a second since it was last read, with pauses (evaluation, checkpoints, compilation) taken out.
-
-    `flops`: of the model, in seconds of all chips at their peak; add to it.
-    """
+    """Work a second since it was last read, with pauses (evaluation, checkpoints, compilation) taken out."""
 
     def __init__(self) -> None:
-        self._start, self._tokens, self.flops = time.perf_counter(), 0.0, 0.0
+        self._start, self._tokens, self._work = time.perf_counter(), 0.0, 0.0
 
-    def add(self, tokens: float) -> None:
+    def add(self, tokens: float, work: float = 0.0) -> None:
+        """`work`: model FLOPs, in seconds of all chips at their peak."""
         self._tokens += tokens
+        self._work += work
 
-    def read(self) -> tuple[float, float]:
-        """(tokens a second, share of the chips' peak that the model's FLOPs took)."""
+    def read(self) -> dict[str, float]:
+        """tokens_per_second, and utilisation: the share of the chips' peak that the model's FLOPs took."""
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)
-        rates = self._tokens / seconds, self.flops / seconds
-        self._start, self._tokens, self.flops = now, 0.0, 0.0
+        rates = {"tokens_per_second": self._tokens / seconds, "utilisation": self._work / seconds}
+        self._start, self._tokens, self._work = now, 0.0, 0.0
         return rates
 
     def skip(self, since: float) -> None:

@@ -33,8 +33,8 @@ class Plan:
     """Figures of one optimiser step; bytes and seconds are a chip's, FLOPs those of all chips.
 
     `memory`: bytes by kind, `needed` their sum. `flops` are the program's, with what it computes twice;
-    `model_flops` without. `seconds` by limit: of compute, HBM and network, each alone; a step takes at least the
-    longest. `program` is the compiled text, None where it does not fit.
+    `model_flops` without. `seconds` by limit: of compute, HBM and (of one slice) network, each alone; a step takes at
+    least the longest. `program` is the compiled text, None where it does not fit.
     """
 
     slice: Slice
@@ -83,7 +83,14 @@ class Plan:
         plan["collectives"] = [dataclasses.asdict(c) for c in self.collectives]
         hbm = {"hbm": self.slice.chip.hbm, "margin": self.margin, "fits": self.fits}
         bounds = {"step_seconds": self.step_seconds, "utilisation": self.utilisation} if self.seconds else {}
-        return {**plan, **hbm, **bounds}
+        return _finite({**plan, **hbm, **bounds})
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no numbers that are none: None stands for them."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
@@ -173,8 +180,9 @@ def _compile(lowered: Any, held: dict[str, float], fixed: dict[str, Any]) -> Pla
     limits = {
         "compute": fixed["flops"] / (math.prod(fixed["mesh"].values()) * chip.flops),
         "HBM": hbm_bytes / chip.bandwidth,
-        "network": sum(c.wire for c in collectives) / chip.links,
     }
+    if fixed["slices"] == 1:  # what crosses to another slice takes a network that no table here knows
+        limits["network"] = sum(c.wire for c in collectives) / chip.links
     return Plan(
         memory=memory,
         needed=sum(memory.values()),

@@ -89,8 +89,10 @@ def check_shared(directory: Path) -> None:
         raise ConfigError(f"output.directory={directory} must be on a mount that all processes share: {told}")
 
 
-def _check_same_data(batches: TrainBatches) -> None:
+def _check_same_data(batches: TrainBatches, held_out: RowSet | None) -> None:
     mine = batches.state()
+    if held_out is not None:
+        mine |= {"held-out rows": len(held_out), "held-out fingerprint": held_out.fingerprint}
     first = agree(mine)
     unlike = ", ".join(f"{name} {value}, not {first[name]}" for name, value in mine.items() if first[name] != value)
     if told := _unlike_process_0(unlike):
@@ -267,8 +269,8 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
         if jax.process_count() > 1
         else None,
     )
-    _check_same_data(batches)
     held_out = rows(config.evaluation.data) if config.evaluation.data else None
+    _check_same_data(batches, held_out)
     micro = dataclasses.replace(form, batch_size=section.batch_size // section.accumulation)
     return TrainData(batches, held_out, micro, end_id, config.evaluation.rows, prompts)
 

@@ -7,6 +7,10 @@ from types import FrameType
 from typing import Any
 
 
+class Interrupted(KeyboardInterrupt):
+    """At once, in this process alone."""
+
+
 class StopAsked:
     """Within `with`, the first SIGINT or SIGTERM only makes this true; the second interrupts where it is.
 
@@ -32,6 +36,6 @@ class StopAsked:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
-            raise KeyboardInterrupt("interrupted; the same command goes on from the newest checkpoint")
+            raise Interrupted("interrupted; the same command goes on from the newest checkpoint")
         self._asked = True
         os.write(2, b"\nstopping when this step is done and saved; once more stops at once\n")  # print may be under way

@@ -13,9 +13,9 @@ WITHOUT_WEIGHTS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*", "
 DOWNLOADED = ("*.safetensors", *WITHOUT_WEIGHTS)
 
 
-def open_directory(directory: Path) -> Source:
-    """config.json, generation_config.json, the tokenizer if there is one, and the tensors, unread."""
-    tensors = open_tensors(directory)
+def open_directory(directory: Path, *, weights: bool = True) -> Source:
+    """config.json, generation_config.json, the tokenizer if there is one, and the tensors, unread (or none)."""
+    tensors = open_tensors(directory) if weights else {}
     if not (directory / "config.json").is_file():
         found = ", ".join(sorted(path.name for path in directory.iterdir()))
         raise CheckpointError(f"{directory} has no config.json; found: {found}")
@@ -24,8 +24,8 @@ def open_directory(directory: Path) -> Source:
         where=str(directory),
         tensors=tensors,
         tokenizer=read_tokenizer(directory),
-        hf_config=read_json(directory / "config.json"),
-        hf_generation=read_json(generation) if generation.is_file() else {},
+        hf_config=_read_json(directory / "config.json"),
+        hf_generation=_read_json(generation) if generation.is_file() else {},
     )
 
 
@@ -52,7 +52,7 @@ def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

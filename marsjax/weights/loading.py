@@ -43,15 +43,15 @@ def load(
 
     Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read.
     """
-    found = open_source(source)
+    found = open_source(source, weights=weights)
     return read(found, layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token, weights=weights)
 
 
-def open_source(source: str | Path) -> Source:
-    """Finds out what `source` is and reads everything but the weights."""
+def open_source(source: str | Path, *, weights: bool = True) -> Source:
+    """Finds out what `source` is and reads everything but the weights, which are not even looked for if so asked."""
     path = Path(source).expanduser()
     if path.is_dir():
-        return huggingface.open_directory(path)
+        return huggingface.open_directory(path, weights=weights)
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file, but not a .gguf; pass the directory that holds the checkpoint")
@@ -59,7 +59,8 @@ def open_source(source: str | Path) -> Source:
 
         return open_file(path)
     if isinstance(source, str) and HUB_ID.fullmatch(source) and path.suffix not in (".gguf", ".safetensors"):
-        return huggingface.open_directory(huggingface.download(source))
+        files = huggingface.DOWNLOADED if weights else huggingface.WITHOUT_WEIGHTS
+        return huggingface.open_directory(huggingface.download(source, files), weights=weights)
     parent = path.parent
     there = f"{parent} holds: {', '.join(sorted(p.name for p in parent.iterdir())[:20])}" if parent.is_dir() else ""
     raise CheckpointError(
@@ -70,11 +71,7 @@ def open_source(source: str | Path) -> Source:
 
 def read_config(source: str | Path) -> dict[str, Any]:
     """The fields of a checkpoint's config.json, without its weights; of a hub id only the small files are fetched."""
-    path = Path(source).expanduser()
-    if not path.exists() and isinstance(source, str) and HUB_ID.fullmatch(source):
-        path = huggingface.download(source, huggingface.WITHOUT_WEIGHTS)
-        return huggingface.read_json(path / "config.json")
-    return open_source(source).hf_config
+    return open_source(source, weights=False).hf_config
 
 
 def read(
@@ -82,7 +79,8 @@ def read(
 ) -> Pretrained:
     """The second half of `load`: checks the tensors and reads them."""
     config = ModelConfig.from_hf(source.hf_config)
-    check(config, source.tensors, source.where)
+    if weights:
+        check(config, source.tensors, source.where)
     mask_id = _known_mask(source, config)
     tensors = source.tensors
     if with_mask_token and mask_id is None:

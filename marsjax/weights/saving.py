@@ -16,7 +16,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from marsjax.models import ModelConfig
-from marsjax.parallel.start import is_main
+from marsjax.parallel.start import barrier, is_main
 from marsjax.weights.names import EMBEDDING, Entry, entries
 from marsjax.weights.pretrained import Pretrained
 from marsjax.weights.safetensors_files import DTYPES, Outgoing, write_directory
@@ -46,6 +46,7 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
     if not is_main():  # gathers its part of each tensor for the one that writes
         for tensor in outgoing:
             tensor.value()
+        barrier("exported")
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
@@ -61,6 +62,7 @@ def save(pretrained: Pretrained, directory: str | Path, *, dtype: Any = None, ma
         _replace(target, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    barrier("exported")
     return target
 
 

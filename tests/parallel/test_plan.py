@@ -14,7 +14,7 @@ import pytest
 
 from marsjax.decoding.options import Options
 from marsjax.models.layout import abstract
-from marsjax.parallel import flops, hlo
+from marsjax.parallel import ahead, flops, hlo
 from marsjax.parallel.slices import parse_slice
 from marsjax.training import load_config, plan_table, setup
 from marsjax.training import plan as planning
@@ -211,6 +211,55 @@ def test_what_cannot_fit_is_refused():
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == 1, said.stderr[-2000:]
     assert "DOES NOT FIT" in said.stdout
+
+
+def _fake(step_seconds, needed):
+    """A plan that says what it is told, of the configuration it is given."""
+
+    def make(config, slice_):
+        sizes = {**config.parallel.sizes}
+        rows = config.data.batch_size / config.data.accumulation / sizes["fsdp"]
+        return planning.Plan(
+            slice_, 1, sizes, {"accumulation": config.data.accumulation}, 1.0, 1,
+            {"parameters": 1.0, "moments": 2.0, "temporaries": needed(sizes, rows) - 3.0},
+            needed(sizes, rows), 1.0, 1.0,
+            1.0, [], {"compute": step_seconds(sizes)}, 1.0,
+        )  # fmt: skip
+
+    return make
+
+
+def test_search_lowers_microbatches_until_they_fit_and_takes_the_quickest(monkeypatch):
+    gib = 2.0**30
+    fake = _fake(lambda sizes: 1.0 + 0.1 * sizes["tensor"], lambda sizes, rows: 3.0 + rows * 6 * gib)
+    monkeypatch.setattr(planning, "plan", fake)
+    config = _recipe("qwen2.5_7b_mars_b4")
+    found = list(planning.search(config, parse_slice("v5e-64")))
+    assert [(p.mesh["fsdp"], p.mesh["tensor"], p.work["accumulation"], p.fits) for p in found] == [
+        (64, 1, 1, False), (64, 1, 3, True), (32, 2, 1, False), (32, 2, 6, True), (16, 4, 1, False), (16, 4, 12, True),
+    ]  # fmt: skip
+    best = planning.best(found)
+    assert best is found[1]
+    assert plan_table.choice(best, 6).startswith("best of 6: parallel.data=1 parallel.fsdp=64 parallel.tensor=1")
+    assert plan_table.choice(planning.best(found[:1]), 1) == "none of 1 fits"
+
+
+def test_what_is_no_number_is_null_in_json():
+    slice_ = parse_slice("v5p-8")
+    nothing = planning.Plan(
+        slice_, 1, {}, {}, 1.0, 1, {"parameters": 1.0}, math.inf, 1.0, 1.0, math.nan, [], {}, math.nan
+    )
+    text = json.dumps(nothing.to_dict(), allow_nan=False)
+    assert json.loads(text) | {"needed": None, "hbm_bytes": None, "margin": None} == json.loads(text)
+
+
+@compiler
+def test_7b_fits_a_v4_64_and_two_slices_make_a_mesh():
+    assert planning.plan(_recipe("qwen2.5_7b_mars_b4"), parse_slice("v4-64")).margin > 10 * 2**30
+    config = _recipe("qwen2.5_7b_mars_b4", "parallel.slice=2")
+    mesh = setup.make_mesh(config, ahead.devices(parse_slice("v5e-16"), 2))
+    assert dict(mesh.shape) == {"slice": 2, "data": 1, "fsdp": 16, "tensor": 1}
+    assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
 
 
 def test_errors():

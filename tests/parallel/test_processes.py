@@ -239,6 +239,14 @@ def test_resumed_on_half_the_devices_sees_each_remaining_row_once(place, unbroke
     assert_same_end(place, "halved", exact=False)
 
 
+@pytest.mark.parametrize("where", [[0, 5, "write"], [1, 3, "_evaluate"]], ids=["metrics", "evaluation"])
+def test_an_error_of_one_process_ends_both_and_says_so(place, where):
+    """While the other trains on, and a checkpoint is being written."""
+    said = place.run(f"broken {where[2]}", broken=where)
+    assert said.returncode == 42  # a new start may mend it
+    assert f"process {where[0]} ends: OSError(5, 'Input/output error')" in said.stderr + said.stdout
+
+
 def test_a_full_disk_of_one_process_ends_both_and_says_so(place):
     mesh = ("parallel.data=1", "parallel.fsdp=-1", "parallel.tensor=1")  # what a configuration without the section has
     done = place.run("full", *mesh, full=[0, 4])

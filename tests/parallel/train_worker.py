@@ -7,6 +7,7 @@ The first argument says what to do beside training; it may be {}.
     writes  file that gets the path of every file which Python opens for writing, likewise
     signal  [process, step, number]: this process sends itself a signal while that step is made
     die     [process, step]: it is killed (SIGKILL) while the checkpoint of that step is half written
+    broken  [process, step, what]: "write" or "_evaluate" of the run fails there, with an input/output error
     full    [process, step]: its writer finds the disk full when that step's checkpoint is written
 """
 
@@ -75,6 +76,19 @@ def watched_save_async(path, *args, **options):
     return save_async(path, *args, **options)
 
 
+def breaking(name):
+    method = getattr(loop._Run, name)
+
+    def broken(self, step, *args):
+        if asked.get("broken") == [me, step, name]:
+            raise OSError(5, "Input/output error")
+        return method(self, step, *args)
+
+    return broken
+
+
+for name in ("write", "_evaluate"):
+    setattr(loop._Run, name, breaking(name))
 loop._Run._advance, loop.place_batch = watched_advance, watched_place
 checkpoints.Checkpoints.save, checkpoints.ocp.save_async = watched_save, watched_save_async
 

@@ -59,7 +59,7 @@ def test_a_field_of_init_by_its_own_key(good):
         ("data={length: 8, length: 16}", "the key 'length' is given twice, in line 1 and line 1"),
         ("data=4", "data must be a mapping"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number, got 'fast'"),
-        ("objective.name=marss", r"one of mars, sft, got 'marss'; did you mean mars\?"),
+        ("objective.name=marss", r"one of mars, sft, block_diffusion, got 'marss'; did you mean mars\?"),
         ("output.tensorboard=1", "must be true or false"),
         ("data.batch_size=0", "data.batch_size must be at least 1"),
         ("data.length=1", "data.length must be at least 2"),
@@ -126,12 +126,23 @@ def test_differences_name_both_values(good):
 
 def test_keys_added_since_a_run_was_saved_count_as_their_defaults(good):
     old, new = load_config(good).to_dict(), load_config(good).to_dict()
-    del old["data"]["accumulation"], old["compute"]
+    del old["data"]["seed"], old["compute"]
     assert differences(old, new) == []
-    new["data"]["accumulation"] = 2
-    assert differences(old, new) == ["data.accumulation: 1 there, 2 here"]
+    new["data"]["epochs"] = 7
+    assert differences(old, new) == ["data.epochs: 2 there, 7 here"]
+    new["data"]["epochs"] = 2
     old["data"]["gone"] = 3
     assert "data.gone: 3 there, None here" in differences(old, new)
+
+
+def test_how_a_step_is_computed_may_change(good):
+    """On fewer chips it may need to; block diffusion draws masks for each microbatch."""
+    old, new = load_config(good).to_dict(), load_config(good).to_dict()
+    new["data"]["accumulation"], new["compute"]["remat"] = 2, "nothing_saveable"
+    assert differences(old, new) == []
+    for tree in (old, new):
+        tree["objective"]["name"] = "block_diffusion"
+    assert differences(old, new) == ["data.accumulation: 1 there, 2 here"]
 
 
 def test_description_names_every_key(good):
