@@ -117,7 +117,8 @@ image() {
 }
 
 # JAX finds hosts and slices itself (auto). exec: so that a pod's SIGTERM reaches the trainer, which then saves.
-# JobSet starts all again after exit codes 42 and 127 to 255; 1 to 126 said what is wrong and end the workload.
+# JobSet starts all again after exit codes 42 and 127 to 255; 1 to 126 said what is wrong and end the workload. The first
+# host to end decides: unlike tpu_vm.sh it does not wait for what the others say.
 start() {
     local pair environment=()
     for pair in MARSJAX_COORDINATOR=auto PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}"; do environment+=("--env=$pair"); done

@@ -24,7 +24,7 @@ launch/tpu_vm.sh VERB --name NAME --zone ZONE [flags] [-- COMMAND]
   --capacity KIND         on-demand (default), spot, reserved
   --bucket BUCKET         mounted on every host at --mount; data, config, package and output lie there
   --mount PATH            (/mnt/marsjax)
-  --package WHEEL         the wheel to install, a path in the mounted bucket; or a pip requirement (marsjax[tpu])
+  --package WHEEL         the wheel to install, a path in the mounted bucket; or a pip requirement (marsjax[tpu,data])
   --constraints FILE      versions for it: a path in the mounted bucket
   --service-account MAIL  of the machines (the project's default one)
   --network NAME          (default)
@@ -39,7 +39,7 @@ COMMAND is the same on all hosts, e.g. marsjax train /mnt/marsjax/config.yaml ou
 TEXT
 }
 
-PACKAGE="marsjax[tpu]" CONSTRAINTS="" SERVICE_ACCOUNT="" NETWORK="" RUNTIME="" RECREATE=100 RESTARTS=10
+PACKAGE="marsjax[tpu,data]" CONSTRAINTS="" SERVICE_ACCOUNT="" NETWORK="" RUNTIME="" RECREATE=100 RESTARTS=10
 
 VERB=${1:-}
 case $VERB in
@@ -170,7 +170,7 @@ LINE
 # uv brings a Python that is new enough; the images' own is 3.10.
 install_line() {
     local requirement=$PACKAGE constraints=""
-    [[ $PACKAGE != /* ]] || requirement="marsjax[tpu] @ file://$PACKAGE"
+    [[ $PACKAGE != /* ]] || requirement="marsjax[tpu,data] @ file://$PACKAGE"
     [[ -z $CONSTRAINTS ]] || constraints=" --constraints $(quote "$CONSTRAINTS")"
     cat <<LINE | tr '\n' ' '
 set -e; cd; python3 -m pip install --user -q uv;
@@ -196,7 +196,7 @@ LINE
 status_line() {
     cat <<'LINE' | tr '\n' ' '
 cd ~/marsjax-run 2>/dev/null || { echo "marsjax-status none"; exit 0; };
-if [ -e exit ]; then echo "marsjax-status exit $(cat exit)";
+if [ -s exit ]; then echo "marsjax-status exit $(cat exit)";
 elif [ -e pid ] && kill -0 "$(cat pid)" 2>/dev/null; then echo "marsjax-status running";
 else echo "marsjax-status gone"; fi
 LINE
@@ -217,24 +217,30 @@ set_up() {
 }
 
 # Prints what the hosts' lines come to: done, failed CODE, broken WHY (to be started again), running, unknown.
+#
+# 127 and above, and 42: the machine, a signal or what the trainer says another start may mend; 1 to 126 said what is
+# wrong. When a host is lost, the others end too, some with a code that blames what they saw of it: one host that another
+# start may help outweighs them.
 run_state() {
-    local lines codes code
+    local lines codes code mended="" final=""
     if ! lines=$(everywhere "$(status_line)" 2>/dev/null | grep -o 'marsjax-status .*') || [[ -z $lines ]]; then
         printf unknown
         return
     fi
-    codes=$(sed -n 's/^marsjax-status exit //p' <<<"$lines")
+    codes=$(sed -nE 's/^marsjax-status exit ([0-9]+)$/\1/p' <<<"$lines")
     for code in $codes; do
-        # 127 and above, and 42: the machine or a signal, which another start may get over. 1 to 126 said what is wrong.
-        if [[ ! $code =~ ^[0-9]+$ ]] || ((code != 0 && code != 42 && code < 127)); then
-            printf 'failed %s' "$code"
-            return
+        if ((code == 42 || code >= 127)); then
+            mended=${mended:-$code}
+        elif ((code != 0)); then
+            final=${final:-$code}
         fi
     done
-    if grep -qE 'exit ([1-9])' <<<"$lines"; then
-        printf 'broken exit code %s' "$(grep -m 1 -vx 0 <<<"$codes")"
+    if [[ -n $mended ]]; then
+        printf 'broken exit code %s' "$mended"
     elif grep -qE 'gone|none' <<<"$lines"; then
         printf 'broken not running on every host'
+    elif [[ -n $final ]]; then
+        printf 'failed %s' "$final"
     elif grep -q running <<<"$lines"; then
         printf running
     else
@@ -246,7 +252,7 @@ run_state() {
 
 # keep_going once|always: brings slice and run up, as often as needed; with once until it runs, else until it has ended.
 keep_going() {
-    local recreated=0 restarted=0 fresh=false state last="" last_run=""
+    local recreated=0 restarted=0 fresh=false sure=false state last="" last_run=""
     while :; do
         state=$(slice_state)
         [[ $state == "$last" ]] || say "slice $NAME: $state"
@@ -265,10 +271,17 @@ keep_going() {
                 state=$(run_state)
                 [[ $state == "$last_run" ]] || say "run on $NAME: $state"
                 last_run=$state
+                [[ $state == failed* ]] || sure=false
                 case $state in
                     running) [[ $1 == always ]] || return 0 ;;
                     done) return 0 ;;
                     failed*)
+                        # Looked at once more: hosts are asked one after another, and one may have been lost since.
+                        if ! $sure; then
+                            sure=true
+                            pause
+                            continue
+                        fi
                         on 0 'tail -n 40 ~/marsjax-run/log' || true
                         say "the run ended with exit code ${state#failed }; the reason is above. The slice is still there"
                         return 1
@@ -278,7 +291,10 @@ keep_going() {
                             fresh=false
                         else
                             restarted=$((restarted + 1))
-                            ((restarted <= RESTARTS)) || die "started again $RESTARTS times (--restarts); see: logs"
+                            if ((restarted > RESTARTS)); then
+                                on 0 'tail -n 40 ~/marsjax-run/log' || true
+                                die "started again $RESTARTS times (--restarts); the end of a log is above, more: logs"
+                            fi
                             everywhere "$(stop_line)" || say "not every host could be stopped"
                         fi
                         set_up || say "not every host could be started"

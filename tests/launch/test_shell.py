@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from marsjax.data.sources import DataError, open_source
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ["launch/tpu_vm.sh", "launch/gke.sh", "launch/common.sh"]
@@ -95,7 +98,7 @@ def test_tpu_vm_start_runs_the_same_on_every_host(tmp_path):
         assert words[:6] == shlex.split("gcloud compute tpus tpu-vm ssh mars7b")
         assert "--worker=all" in words
     assert "gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 my-bucket /mnt/marsjax" in mount[-1]
-    assert "--constraints /mnt/marsjax/c.txt 'marsjax[tpu] @ file:///mnt/marsjax/m.whl'" in install[-1]
+    assert "--constraints /mnt/marsjax/c.txt 'marsjax[tpu,data] @ file:///mnt/marsjax/m.whl'" in install[-1]
     inner = shlex.split(start[-1])[shlex.split(start[-1]).index("-c") + 1]
     wanted = [*shlex.split("env MARSJAX_COORDINATOR=auto PYTHONUNBUFFERED=1"), "A=b 'c'", *TRAIN[1:]]
     words = [word.rstrip(";") for word in shlex.split(inner)]
@@ -356,6 +359,59 @@ def test_watch_gives_up_where_the_run_said_what_is_wrong(cloud):
     assert calls(cloud, "queued-resources", "create") == 1
 
 
+@pytest.mark.parametrize(("lost", "code"), [(0, 137), (1, 137), (0, 42), (1, 42)])
+def test_watch_starts_again_where_a_lost_host_made_the_others_fail(lost, code, cloud):
+    """The others see a broken barrier, which ends them with 1."""
+    fail = (
+        f'[ "$WORKER" != {lost} ] || exit {code}; until [ -s "$0/homes/{lost}/marsjax-run/exit" ]; do sleep 0.02; done'
+    )
+    program = f'echo "$WORKER" >>"$0/starts"; [ "$(grep -c "$WORKER" "$0/starts")" = 1 ] || exit 0; {fail}; exit 1'
+    watch = start(cloud, "watch", code=program)
+    _, said = watch.communicate(timeout=60)
+    assert watch.returncode == 0, said
+    assert f"broken exit code {code}" in said
+    assert sorted((cloud / "starts").read_text().split()) == ["0", "0", "1", "1"]
+
+
+# Two hosts that say what is in `lines` when they are asked how the run is.
+SAYING = """#!/bin/sh
+case "$*" in
+    *queued-resources\\ describe*) echo ACTIVE ;;
+    *tpu-vm\\ describe*) echo READY ;;
+    *marsjax-status\\ exit*) cat "$(dirname "$0")/lines" ;;
+    *) echo "$*" >>"$(dirname "$0")/calls" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "state"),
+    [
+        (["exit 0", "exit 0"], "done"),
+        (["exit 0", "running"], "running"),
+        (["exit 1", "exit 1"], "failed 1"),
+        (["exit 0", "exit 126"], "failed 126"),
+        (["running", "exit 2"], "failed 2"),
+        (["exit 127", "running"], "broken exit code 127"),
+        (["exit 1", "exit 127"], "broken exit code 127"),
+        (["exit 42", "exit 1"], "broken exit code 42"),
+        (["exit 1", "exit 0", "exit 255"], "broken exit code 255"),
+        (["exit 1", "gone"], "broken not running on every host"),
+        (["none", "exit 1"], "broken not running on every host"),
+    ],
+)
+def test_what_the_hosts_say_comes_to(hosts, state, tmp_path):
+    (tmp_path / "gcloud").write_text(SAYING)
+    (tmp_path / "gcloud").chmod(0o755)
+    (tmp_path / "lines").write_text("".join(f"marsjax-status {host}\n" for host in hosts))
+    verb = "resume" if state == "running" else "watch"
+    run = shell("tpu_vm.sh", verb, *VM, *SLICE, "--restarts", "0", "--poll", "0", *TRAIN, path=tmp_path)
+    assert f"launch: run on mars7b: {state}" in run.stderr.splitlines()
+    assert run.returncode == {"done": 0, "running": 0, "failed": 1, "broken": 2}[state.split()[0]], run.stderr
+    ended = ["tail -n 40" in call for call in (tmp_path / "calls").read_text().splitlines()] if run.returncode else []
+    assert ended == [True] * (run.returncode > 0)  # the end of the log is shown, and nothing is started
+
+
 def test_watch_gives_up_after_the_restarts_it_may_make(cloud):
     watch = start(cloud, "watch", "--restarts", "2", code='echo >>"$0/starts"; exit 137')
     _, said = watch.communicate(timeout=60)
@@ -416,6 +472,41 @@ def test_gke_watch(codes, recreate, returned, expected, tmp_path):
     run = shell("gke.sh", "watch", *GKE, *SLICE, *IMAGE, *options, *TRAIN, path=tmp_path)
     assert run.returncode == returned, run.stderr
     assert (tmp_path / "calls").read_text().split() == expected
+
+
+def installed_extras(path: Path) -> dict[str, set[str]]:
+    """The extras of marsjax in what each way of launching installs."""
+    wheel = ["--package", "/mnt/marsjax/m.whl"]
+    lines = {
+        "launch/Dockerfile": (ROOT / "launch/Dockerfile").read_text(),
+        "tpu_vm.sh": str(dry_run("tpu_vm.sh", "start", *VM, *SLICE, *TRAIN, path=path)),
+        "tpu_vm.sh --package": str(dry_run("tpu_vm.sh", "start", *VM, *SLICE, *wheel, *TRAIN, path=path)),
+    }
+    found = {name: re.findall(r"(?:marsjax|\.)\[([a-z,]+)\]", text) for name, text in lines.items()}
+    assert {name: len(each) for name, each in found.items()} == dict.fromkeys(lines, 1)
+    return {name: set(each.split(",")) for name, (each,) in found.items()}
+
+
+def test_hosts_are_given_what_the_recipes_read(tmp_path, monkeypatch):
+    """Every source named in configs/ is opened without the optional packages; it says what it lacks."""
+    for package in ("pyarrow", "tensorflow_datasets", "huggingface_hub", "gguf"):
+        monkeypatch.setitem(sys.modules, package, None)
+    sources, needed = set(), {"tpu"}
+    for config in sorted((ROOT / "configs").glob("*.yaml")):
+        recipe = yaml.safe_load(config.read_text())
+        for given in (recipe["data"]["train"], recipe["evaluation"]["data"]):
+            sources |= set(given if isinstance(given, dict) else [given] if given else [])
+    assert any(source.startswith("hf:") for source in sources)
+    for source in sources:
+        try:
+            open_source(source)
+        except DataError:  # a file that is not here
+            continue
+        except ImportError as error:
+            needed |= set(re.findall(r"marsjax\[(\w+)\]", str(error)))
+    assert "data" in needed
+    for where, extras in installed_extras(tmp_path).items():
+        assert needed <= extras, where
 
 
 def test_the_pages_commands_are_accepted(tmp_path):
