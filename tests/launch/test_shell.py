@@ -16,7 +16,7 @@ import yaml
 from marsjax.data.sources import DataError, open_source
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["launch/tpu_vm.sh", "launch/gke.sh", "launch/common.sh"]
+SCRIPTS = ["launch/tpu_vm.sh", "launch/gke.sh", "launch/common.sh", "launch/near.sh"]
 TRAIN = ["--", "marsjax", "train", "/mnt/marsjax/c.yaml", "output.directory=/mnt/marsjax/runs/a", "data.seed=[1, 2]"]
 VM = ["--name", "mars7b", "--zone", "us-east5-a", "--project", "my-project"]
 GKE = ["--cluster", "pod", "--name", "mars7b", "--zone", "us-east5-a", "--project", "my-project"]
@@ -507,6 +507,25 @@ def test_hosts_are_given_what_the_recipes_read(tmp_path, monkeypatch):
     assert "data" in needed
     for where, extras in installed_extras(tmp_path).items():
         assert needed <= extras, where
+
+
+def test_rows_are_copied_once_before_the_command(tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a").write_text("1")
+    near = tmp_path / "disk" / "rows"
+    (tmp_path / "disk/rows.part").mkdir(parents=True)  # of a start that was interrupted
+    (tmp_path / "disk/rows.part/b").touch()
+    words = ["near.sh", str(tmp_path / "rows"), str(near), "bash", "-c", 'echo "$0"; exit 7', "as it is"]
+    for _ in range(2):
+        run = shell(*words)
+        assert (run.returncode, run.stdout) == (7, "as it is\n"), run.stderr
+        assert [path.name for path in near.parent.rglob("*")] == ["rows", "a"]
+        (tmp_path / "rows/a").write_text("2")  # not looked at again
+        assert (near / "a").read_text() == "1"
+    absent = shell("near.sh", str(tmp_path / "absent"), str(tmp_path / "new"), "true")
+    assert (absent.returncode, absent.stderr) == (2, f"near.sh: no such directory: {tmp_path}/absent\n")
+    nowhere = shell("near.sh", str(tmp_path / "rows"), "/proc/rows", "true")
+    assert nowhere.returncode == 42
 
 
 def test_the_pages_commands_are_accepted(tmp_path):
