@@ -85,7 +85,7 @@ def pack(
 
     Some thousand documents at a time are placed, the largest first, each where it leaves the least room. Rows with
     room stay open for the next ones. `noisy_length` None: the share of blocks with a target in all data, with some
-    room, or what the neediest document takes; a multiple of 128 where the length is one.
+    room, or what the neediest document takes, up to a 32nd of the length.
     """
     if length % block_size:
         raise ValueError(f"packed rows of {length} tokens are no multiple of block_size={block_size}")
@@ -117,7 +117,7 @@ def pack(
 
 def _noisy_length(need: Demand, length: int, block_size: int) -> int:
     share = need.noisy.sum() / max(need.clean.sum(), 1)
-    unit = 128 if length % 128 == 0 and 128 % block_size == 0 else block_size
+    unit = max(block_size, length // 32 // block_size * block_size)
     wanted = max(share * length * 1.02, int(need.noisy.max(initial=1)) * block_size)
     return min(length, -(-int(np.ceil(wanted)) // unit) * unit)
 

@@ -27,6 +27,7 @@ class TrainBatches:
 
     Batches run across the edge of an epoch; what is left at the very end and fills no batch is not used. `target_rows`
     belongs to the batch last returned, and is the same on all hosts: no sequence has more rows in runs with a target.
+    `count`: rows of an epoch, packed ones where they are.
 
     Args:
       packing: of `rows` (`marsjax.data.packing.pack`); None: a document a row.
@@ -61,18 +62,18 @@ class TrainBatches:
                 f"{rows.name} has no count, which a run of several processes needs: {rows.name},count=10000"
             )
         self.rows, self.form, self.epochs, self.packing = rows, form, epochs, packing
-        self._count = len(rows) if packing is None else len(packing)
-        if epochs is not None and self._count * epochs < form.batch_size:
+        self.count = len(rows) if packing is None else len(packing)
+        if epochs is not None and self.count * epochs < form.batch_size:
             raise DataError(
-                f"{rows.name}: {self._count} rows x {epochs} epochs fill no batch of {form.batch_size}; "
+                f"{rows.name}: {self.count} rows x {epochs} epochs fill no batch of {form.batch_size}; "
                 "lower the batch size or raise the epochs"
             )
         self.target_block = form.block_size if target_block is None else target_block
         self._local = range(form.batch_size) if local is None else local
         self._prefetch = prefetch
-        self._order = grain.MapDataset.range(self._count).shuffle(seed).repeat(epochs)
+        self._order = grain.MapDataset.range(self.count).shuffle(seed).repeat(epochs)
         self._targets = self._target_rows()
-        self._identity = {"rows": self._count, "seed": seed, "fingerprint": rows.fingerprint}
+        self._identity = {"rows": self.count, "seed": seed, "fingerprint": rows.fingerprint}
         if packing is not None:
             self._identity["packing"] = crc32(packing.documents.tobytes(), crc32(packing.starts.tobytes()))
         self._go_on_from(0)
@@ -90,7 +91,7 @@ class TrainBatches:
     def _go_on_from(self, row: int) -> None:
         self._row = row
         size = self.form.batch_size
-        left = 2**62 if self.epochs is None else max(0, (self._count * self.epochs - row) // size)
+        left = 2**62 if self.epochs is None else max(0, (self.count * self.epochs - row) // size)
         # One thread: more would only compete for the interpreter, and a single one keeps the tokenizer's use simple.
         reading = grain.ReadOptions(num_threads=1 if self._prefetch else 0, prefetch_buffer_size=self._prefetch)
         made = grain.MapDataset.range(left).map(lambda step: self._make(row + step * size)).to_iter_dataset(reading)
@@ -108,15 +109,15 @@ class TrainBatches:
         index = self._order[row]
         if self.packing is not None:
             return [found for document in self.packing[index] if (found := self.rows[int(document)]) is not None]
-        for ahead in range(self._count):  # a generated problem that does not fit is replaced by the next that does
-            if (found := self.rows[(index + ahead) % self._count]) is not None:
+        for ahead in range(self.count):  # a generated problem that does not fit is replaced by the next that does
+            if (found := self.rows[(index + ahead) % self.count]) is not None:
                 return [found]
         raise DataError(f"{self.rows.name}: no row fits {self.form.length} tokens")
 
     @property
     def total_batches(self) -> int | None:
         """Batches in all epochs; None when they have no end."""
-        return None if self.epochs is None else self._count * self.epochs // self.form.batch_size
+        return None if self.epochs is None else self.count * self.epochs // self.form.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -28,6 +28,9 @@ def devices(slice_: Slice, slices: int = 1) -> Sequence[Any]:
         raise NoCompiler("compiling for a TPU needs its compiler, but no TPU: pip install 'marsjax[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or it waits for a cloud machine's metadata
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is opened, so others may compile meanwhile
+    # Or it says at length that it does not know the machine.
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", slice_.name)
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     from jax.experimental import topologies
 
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}

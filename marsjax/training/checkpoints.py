@@ -122,7 +122,14 @@ class Checkpoints:
         return TrainState(**found), host
 
     def _newest(self, wanted: Any, step: int | None) -> tuple[Any, dict[str, Any], int]:
-        candidates = agree(self.steps()[::-1]) if step is None else [step]
+        there = agree(self.steps()[::-1])
+        if step is not None and step not in there:
+            known = ", ".join(map(str, there[::-1])) or "none"
+            raise RuntimeError(
+                f"no checkpoint of step {step} in {self.directory}; there are: {known}. output.export=last, or no "
+                "--step, takes the newest"
+            )
+        candidates = there if step is None else [step]
         failures = []
         for candidate in candidates:
             path, reason = self.directory / str(candidate), ""
@@ -138,9 +145,7 @@ class Checkpoints:
             log.warning("checkpoint of step %d in %s is unreadable and skipped: %s", candidate, self.directory, reason)
         what, way_out = "no checkpoint", "choose another output.directory, or delete this one to start anew"
         if step is not None:
-            there = ", ".join(map(str, self.steps())) or "none"
-            way_out = f"there are steps {there}; output.export=last exports the newest instead"
-            what = "not the checkpoint asked for"
+            what, way_out = "not the checkpoint asked for", "output.export=last, or no --step, takes the newest"
         raise RuntimeError(f"{what} in {self.directory} can be read:\n  " + "\n  ".join(failures) + f"\n{way_out}")
 
 

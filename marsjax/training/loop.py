@@ -112,7 +112,8 @@ def _check_same_run(directory: Path, config: TrainConfig) -> None:
         raise AnotherRun(
             f"{directory} holds checkpoints of another configuration:\n  "
             + "\n  ".join(found)
-            + "\nchoose another output.directory, or delete this one to start anew"
+            + "\nchoose another output.directory, or delete this one to start anew; to train its model "
+            "further, take its export as model.source"
         )
 
 

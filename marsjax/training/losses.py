@@ -18,6 +18,11 @@ from marsjax.parallel.sharding import batch_axes, spec
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
 
+# Chunks are no larger than this part of the rows, so that there are some to skip; but a chunk's share of the head's
+# gradient is added to all of it, which few rows do not pay for.
+_PARTS, _LEAST_ROWS = 4, 256
+
+
 class RowScores(NamedTuple):
     """What the head says about each row; all [N, S] float32, 0 where the row is not `wanted`. Without gradients."""
 
@@ -38,14 +43,14 @@ def score_rows(
 ) -> tuple[jax.Array, RowScores]:
     """(Σ weights · cross-entropy over the `wanted` rows, a float32 scalar; scores of those rows).
 
-    Only the sum has gradients, for the head and `hidden`. Wanted rows are moved to the front of their sequence, and
-    chunks without any are skipped: a prompt costs no head. Chunks run along the sequence. Over a mesh that is set,
-    devices work on their own rows with the head gathered once.
+    Only the sum has gradients, for the head and `hidden`. Wanted rows are moved to the front, and chunks without any
+    are skipped: a prompt costs no head. Over a mesh that is set, devices work on their own rows, with the head gathered
+    once.
 
     Args:
       kernel: the head [D, V], or with vocab_axis 0 the embedding table [V, D].
       hidden: [N, S, D]. targets: [N, S] int32. wanted: [N, S] bool. weights: [N, S] float32.
-      chunk_bytes: upper bound of one chunk's float32 logits on a device; at least one column of its rows is taken.
+      chunk_bytes: upper bound of one chunk's float32 logits on a device; at least one row is taken.
     """
     return _score(chunk_bytes, vocab_axis, kernel, hidden, targets, wanted, weights)
 
@@ -108,23 +113,19 @@ def _by_device(with_gradients: bool, chunk_bytes: int, vocab_axis: int, kernel, 
     )(kernel, *rows)
 
 
-def _chunks(with_gradients: bool, chunk_bytes: int, vocab_axis: int, kernel, hidden, targets, wanted, weights):
+def _chunks(with_gradients: bool, chunk_bytes: int, vocab_axis: int, kernel, *rows):
     """(total, scores, (gradient of the kernel, float32; gradient of `hidden`) or None)."""
-    n, s, _ = hidden.shape
-    columns = max(1, min(s, chunk_bytes // (4 * n * kernel.shape[vocab_axis])))
-    chunks = -(-s // columns)
-    columns = -(-s // chunks)
-    if chunks == 1:
-        total, scores, of_kernel, of_hidden = _chunk(
-            with_gradients, vocab_axis, kernel, hidden, targets, wanted, weights
-        )
-        return total, scores, (of_kernel, of_hidden) if with_gradients else None
-    order = jnp.argsort(~wanted, axis=1, stable=True)
+    shape = rows[0].shape[:2]
+    rows = tuple(jnp.reshape(x, (-1, *x.shape[2:])) for x in rows)
+    count = len(rows[0])
+    size = min(count, max(1, chunk_bytes // (4 * kernel.shape[vocab_axis])), max(_LEAST_ROWS, -(-count // _PARTS)))
+    chunks = -(-count // size)
+    size = -(-count // chunks)
+    order = jnp.argsort(~rows[2], stable=True)  # those that are wanted first
 
     def to_chunks(x):
-        x = jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
-        x = jnp.pad(x, ((0, 0), (0, chunks * columns - s), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(n, chunks, columns, *x.shape[2:]), 1, 0)
+        x = jnp.pad(jnp.take(x, order, axis=0), ((0, chunks * size - count), *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(chunks, size, *x.shape[1:])
 
     def body(carry, chunk):
         total, of_kernel = carry
@@ -134,28 +135,26 @@ def _chunks(with_gradients: bool, chunk_bytes: int, vocab_axis: int, kernel, hid
             return total + more, of_kernel + more_of_kernel if with_gradients else None, scores, of_hidden
 
         def skip(of_kernel):
-            nothing = RowScores(*(jnp.zeros((n, columns), jnp.float32),) * 3)
+            nothing = RowScores(*(jnp.zeros(size, jnp.float32),) * 3)
             return total, of_kernel, nothing, jnp.zeros_like(chunk[0]) if with_gradients else None
 
         total, of_kernel, scores, of_hidden = jax.lax.cond(chunk[2].any(), work, skip, of_kernel)
         return (total, of_kernel), (scores, of_hidden)
 
     start = (jnp.zeros(()), jnp.zeros(kernel.shape, jnp.float32) if with_gradients else None)
-    (total, of_kernel), (scores, of_hidden) = jax.lax.scan(
-        body, start, tuple(to_chunks(x) for x in (hidden, targets, wanted, weights))
-    )
-    back = jnp.argsort(order, axis=1)
+    (total, of_kernel), (scores, of_hidden) = jax.lax.scan(body, start, tuple(to_chunks(x) for x in rows))
+    back = jnp.argsort(order)
 
     def from_chunks(x):
-        x = jnp.moveaxis(x, 0, 1).reshape(n, chunks * columns, *x.shape[3:])[:, :s]
-        return jnp.take_along_axis(x, back.reshape(*back.shape, *(1,) * (x.ndim - 2)), axis=1)
+        x = jnp.take(x.reshape(chunks * size, *x.shape[2:]), back, axis=0)
+        return x.reshape(*shape, *x.shape[1:])
 
     scores, of_hidden = jax.tree.map(from_chunks, (scores, of_hidden))
     return total, scores, (of_kernel, of_hidden) if with_gradients else None
 
 
 def _chunk(with_gradients: bool, vocab_axis: int, kernel, hidden, targets, wanted, weights):
-    """(total, scores, gradient of the kernel, gradient of `hidden`) of one chunk [N, C]."""
+    """(total, scores, gradient of the kernel, gradient of `hidden`) of one chunk [C]."""
     logits = logits_of(hidden, kernel, vocab_axis)
     top = logits.max(-1, keepdims=True)
     exponentials = jnp.exp(logits - top)
@@ -175,8 +174,7 @@ def _chunk(with_gradients: bool, vocab_axis: int, kernel, hidden, targets, wante
     of_logits = exponentials * (weights / mass)[..., None] - jnp.where(hit, weights[..., None], 0.0)
     of_logits = of_logits.astype(hidden.dtype)
     kernel = kernel.astype(hidden.dtype)
-    of_hidden = jax.lax.dot_general(of_logits, kernel, (((2,), (vocab_axis,)), ((), ())))
-    rows = (0, 1), (0, 1)
+    of_hidden = jax.lax.dot_general(of_logits, kernel, (((1,), (vocab_axis,)), ((), ())))
     left, right = (of_logits, hidden) if vocab_axis == 0 else (hidden, of_logits)
-    of_kernel = jax.lax.dot_general(left, right, (rows, ((), ())), preferred_element_type=jnp.float32)
+    of_kernel = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     return total, scores, of_kernel, of_hidden

@@ -319,14 +319,14 @@ def total_steps(config: TrainConfig, batches: TrainBatches) -> int:
         if config.optimizer.warmup > available:
             raise ConfigError(
                 f"optimizer.warmup={config.optimizer.warmup:g} steps are more than the {available} that "
-                f"{config.data.epochs} epochs of {len(batches.rows)} rows give; lower it (below 1 it is a fraction), "
+                f"{config.data.epochs} epochs of {batches.count} rows give; lower it (below 1 it is a fraction), "
                 "or raise data.epochs"
             )
         return available
     if available is not None and asked > available:
         raise ConfigError(
-            f"optimizer.steps={asked}, but {config.data.epochs} epochs of {len(batches.rows)} rows hold only "
-            f"{available} batches of {config.data.batch_size}; raise data.epochs or leave it out"
+            f"optimizer.steps={asked}, but {config.data.epochs} epochs of {batches.count} rows hold only "
+            f"{available} batches of {config.data.batch_size}; raise data.epochs, or set data.epochs=null"
         )
     return asked
 

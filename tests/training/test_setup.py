@@ -69,7 +69,7 @@ def test_rows_must_fit_the_positions(load):
 
 
 def test_warm_up_must_fit_the_epochs():
-    batches = SimpleNamespace(total_batches=4, rows=range(8))
+    batches = SimpleNamespace(total_batches=4, count=8)
     keys = ("model.source=x", "data.train=y", "output.directory=z", "data.epochs=2")
     assert total_steps(load_config(None, [*keys, "optimizer.warmup=4"]), batches) == 4
     with pytest.raises(ConfigError, match=r"warmup=5 steps are more than the 4 that 2 epochs of 8 rows give"):
