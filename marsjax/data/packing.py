@@ -118,7 +118,7 @@ def pack(
 def _noisy_length(need: Demand, length: int, block_size: int) -> int:
     share = need.noisy.sum() / max(need.clean.sum(), 1)
     unit = max(block_size, length // 32 // block_size * block_size)
-    wanted = max(share * length * 1.02, int(need.noisy.max(initial=1)) * block_size)
+    wanted = max(share * length * 1.06, int(need.noisy.max(initial=1)) * block_size)
     return min(length, -(-int(np.ceil(wanted)) // unit) * unit)
 
 
