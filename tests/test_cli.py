@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from marsjax import cli, weights
+from marsjax.parallel.sharding import make_mesh
 from marsjax.training.config import ModelSection
 from marsjax.training.setup import new_model
 
@@ -20,7 +21,7 @@ def model(tmp_path_factory):
     """A random model with tokenizer and mask token."""
     section = ModelSection(init=INIT, tokenizer="demo")
     path = tmp_path_factory.mktemp("model") / "export"
-    return str(weights.save(new_model(section, with_mask_token=True), path))
+    return str(weights.save(new_model(section, make_mesh(fsdp=1), with_mask_token=True), path))
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.decoding import network
 from marsjax.decoding.options import Options
+from marsjax.decoding.plans import SlotPlan
 from marsjax.decoding.step import Controls, Params, start
 from marsjax.decoding.strategies import Target, build
 from marsjax.models import ModelConfig
@@ -15,8 +16,8 @@ from marsjax.models import ModelConfig
 
 def trace_step(
     config: ModelConfig, options: Options, lanes: int, length: int, mesh: Mesh, dtype: Any = jnp.bfloat16
-) -> tuple[Any, Any, Any]:
-    """(the traced step, shapes of its parameters, of its state with a cache of `length` positions a lane)."""
+) -> tuple[Any, Any, Any, SlotPlan]:
+    """(the traced step, shapes of its parameters, of its state with a cache of `length` positions a lane, its plan)."""
     net, params = network.abstract(config, dtype, mesh)
     strategy, proposer = build(options, Target(net, params, None, mask_id=0))
     state = jax.eval_shape(lambda: start(net, strategy, lanes, length))
@@ -36,4 +37,4 @@ def trace_step(
     step: Any = jax.jit(
         lambda p, c, s: strategy.step(net, Params(p, proposer), c, s), donate_argnums=2, out_shardings=places
     )
-    return step.trace(params, controls, state), params, state
+    return step.trace(params, controls, state), params, state, strategy.plan

@@ -225,9 +225,11 @@ class _Run:
         if self.start:
             reporter.note(f"resumed at step {self.start} of {self.steps} from {self.checkpoints.directory}")
         packing = self.data.batches.packing
-        reporter.note(f"data: {self.data.batches.rows.stats}" + (f"; {packing}" if packing is not None else ""))
-        if isinstance(self.data.batches.rows, MixedRows):
-            reporter.note(self.data.batches.rows.name)  # rows of an epoch by source
+        rows = self.data.batches.rows
+        # Of a mixture also the rows of an epoch by source, of which there may be fewer than were looked at.
+        mixed = f"{rows.name}: {len(rows)} rows an epoch" if isinstance(rows, MixedRows) else ""
+        told = [f"data: {rows.stats}", mixed, str(packing or "")]
+        reporter.note("; ".join(filter(None, told)))
         if self.start and self._evaluation_due(self.start) and self.progress.evaluated != self.start:
             self._evaluate(self.start)  # it failed when the run was here before
         pending, asked = _Pending(self), LateAgreement()

@@ -92,10 +92,11 @@ def mars(
         noisy=Scored(wanted, batch.weights),
         forward=forward,
     )
+    if scores.clean is None:
+        return Sums(scores.total, batch.denominator.sum(), {"mask": scores.total})
     weights = jnp.take_along_axis(batch.weights, scores.rows, axis=1)
-    terms = {"mask": (weights * scores.noisy.cross_entropy).sum()}
-    if scores.clean is not None:
-        terms["ar"] = (weights * scores.clean.cross_entropy).sum()
+    of_each = {"mask": scores.noisy, "ar": scores.clean}
+    terms = {name: (weights * one.cross_entropy).sum() for name, one in of_each.items()}
     return Sums(scores.total, batch.denominator.sum(), terms)
 
 

@@ -139,13 +139,13 @@ def plan_decode(
             f"{lanes} lanes cannot be spread over {data} groups of {tensor} chips; take a multiple of {data}"
         )
     mesh = sharding.make_mesh(devices=ahead.devices(slice_), data=data, tensor=tensor)
-    traced, params, state = trace_step(model, options, lanes, length, mesh)
+    traced, params, state, slots = trace_step(model, options, lanes, length, mesh)
     work = flops.count(traced.jaxpr)
     fixed: dict[str, Any] = {
         "slice": slice_,
         "slices": 1,
         "mesh": dict(mesh.shape),
-        "work": {"strategy": options.strategy, "lanes": lanes, "cache_length": length},
+        "work": {"strategy": slots.name, "slots": slots.size, "lanes": lanes, "cache_length": length},
         "tokens": lanes,
         "parameters": _count(params),
         "flops": work,

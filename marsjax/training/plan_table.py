@@ -29,15 +29,17 @@ def show(plan: Plan) -> str:
     if not plan.seconds:
         return "\n".join(lines)
     tokens = plan.tokens / plan.step_seconds
+    per = " for each token a forward gives" if "lanes" in plan.work else ""
     lines += [
         f"        {plan.hbm_bytes / 1e9:.4g} GB between HBM and chip, "
         f"{sum(c.wire for c in plan.collectives) / 1e9:.4g} GB sent, a chip",
         *(
             f"          {c.count:>4} x {c.kind:<18} {c.arrays:<40} of {c.group:>3} chips {c.wire / 1e9:9.3f} GB"
             for c in plan.collectives[:_SHOWN]
+            if c.wire >= 5e5
         ),
         "        at least " + ", ".join(f"{kind} {s:.3g} s" for kind, s in plan.seconds.items()),
-        f"        {plan.step_seconds:.3g} s at best, {tokens:,.0f} tokens/s, "
+        f"        {plan.step_seconds:.3g} s at best, {tokens:,.0f} tokens/s{per}, "
         f"utilisation at most {plan.utilisation:.0%}, "
         f"{plan.step_seconds * plan.chips / 3600 * 1000:.3g} chip hours a thousand steps",
         f"compiled in {plan.compile_seconds:.0f} s",

@@ -53,6 +53,8 @@ def open_directory(directory: Path) -> Mapping[str, Tensor]:
         raise CheckpointError(f"{directory} is empty; expected config.json and {SINGLE}")
     pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     reason = f"found: {', '.join(found)}"
+    if (directory / "export" / "config.json").is_file():
+        reason += f"; this looks like a training run, whose model is {directory / 'export'}"
     if pickled:
         reason += (
             f". {', '.join(pickled)}: pickled weights are never opened, since unpickling runs code; convert them with"

@@ -155,7 +155,7 @@ def test_what_is_being_written_when_a_run_ends_is_not_lost(tmp_path, monkeypatch
 
     def slow(path, *arguments, **options):
         response = save_async(path, *arguments, **options)
-        return SimpleNamespace(result=lambda: (waited.append(path.name), response.result())[1])
+        return SimpleNamespace(result=lambda *limit: (waited.append(path.name), response.result(*limit))[1])
 
     def failing(self, clock):
         if int(self.state.step) == 2:
