@@ -102,7 +102,7 @@ class Checkpoints:
                 + "free the disk or choose another output.directory, and run the same command again"
             ) from error
 
-    def restore_params(self, like: TrainState, step: int | None = None) -> "Restored":
+    def restore_params(self, like: TrainState, step: int | None = None) -> Restored:
         """The parameters alone, of the newest readable step or the one asked for. Raises RuntimeError as `restore`."""
         nothing = jax.tree.map(lambda _: ocp.PLACEHOLDER, like)._replace(params=abstract(like).params)
         found, _, at = self._newest(nothing._asdict(), step)

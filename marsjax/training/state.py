@@ -1,5 +1,6 @@
 """What training carries from step to step, and how the network is rebuilt from it inside jit."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,7 @@ def shardings(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+@lru_cache(maxsize=8)  # asked for each time a state is laid out, and tracing the model takes its time
 def logical_axes(config: ModelConfig) -> dict[tuple[Any, ...], tuple[tuple, tuple[int, ...]]]:
     """Of each parameter, by its path: the logical names of its axes, and its shape."""
     flat = abstract(config)[1].flat_state()

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from marsjax.attention import splash
+from marsjax.parallel.sharding import RULES
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "shardings.py"
 PARAMETERS = {"Qwen2.5-0.5B": 494_032_768, "Qwen2.5-7B": 7_615_616_512}  # as their model cards count
 BYTES = {"float32": 4, "bfloat16": 2, "int32": 4}
@@ -72,3 +75,9 @@ def test_bytes_of_a_chip_are_the_sum_over_the_table(golden):
         assert kinds["moments float32"] == 2 * kinds["parameters"] + 4
         assert kinds["moments bfloat16"] == 1.5 * kinds["parameters"] + 4
         assert 0.5 * kinds["parameters"] < kinds["moments factored"] < 0.6 * kinds["parameters"]
+
+
+def test_the_kernel_splits_as_the_rules_do():
+    """It lies below the rules table and cannot read it."""
+    assert RULES["batch"] == splash.BATCH_AXES
+    assert RULES["heads"] == RULES["kv_heads"] == (splash.HEAD_AXIS,)
