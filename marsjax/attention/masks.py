@@ -58,6 +58,30 @@ def block_diffusion(query: Rows, key: Rows):
     return _same_document(query, key) & (clean_clean | noisy_clean | noisy_noisy)
 
 
+def multi_token(query: Rows, key: Rows):
+    """The mask of multi-token training in one pass (arXiv 2507.11851): k masks behind each of many anchors.
+
+    The block of a row is the position of its anchor, of a clean row its own (`masks_behind_rows`).
+
+    query \\ key   clean                    masks
+    clean         position ≤              never
+    masks         up to the anchor        same anchor, position ≤
+    """
+    clean_clean = (query.stream == CLEAN) & (key.stream == CLEAN) & (key.position <= query.position)
+    masks_clean = (query.stream == NOISY) & (key.stream == CLEAN) & (key.block <= query.block)
+    masks_masks = (
+        (query.stream == NOISY) & (key.stream == NOISY) & (key.block == query.block) & (key.position <= query.position)
+    )
+    return _same_document(query, key) & (clean_clean | masks_clean | masks_masks)
+
+
+def masks_behind_rows(anchors, segments, k: int, xp: Any = np) -> Rows:
+    """Rows of k masks behind each anchor, [N, A k]; anchors (positions) and their segments [N, A]."""
+    anchor, segment = xp.repeat(anchors, k, axis=-1), xp.repeat(segments, k, axis=-1)
+    behind = xp.tile(xp.arange(1, k + 1), anchors.shape[-1])
+    return Rows(NOISY + 0 * anchor, anchor + behind, anchor, segment)
+
+
 def single_stream_rows(positions, segments) -> Rows:
     """Rows of plain causal attention. positions, segments [N, L]."""
     return Rows(CLEAN + 0 * positions, positions, 0 * positions, segments)

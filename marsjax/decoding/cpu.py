@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from marsjax.models import Decoder
-from marsjax.models.decoder import MLP, Attention, Linear
+from marsjax.models.decoder import MLP, Attention
+from marsjax.models.layers import Gate, Linear
 
 MAX_PARTS = 8
 _LAST = (((1,), (1,)), ((), ()))  # contract the last axis of both
@@ -34,7 +35,7 @@ def lay_out(model: Decoder, *, consume: bool) -> None:
 def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     """`Decoder.unembed` of a decoder laid out here."""
     if isinstance(model.head, JointLinear):
-        return model.head(hidden, jnp.float32)[0]
+        return model.head(hidden, out_dtype=jnp.float32)[0]
     table = model.embed_table.embedding[...].astype(hidden.dtype)
     return multiply(hidden, [table], jnp.float32)
 
@@ -45,11 +46,11 @@ class CpuAttention(Attention):
         self.out = JointLinear([attn.o], consume)
         self.q_norm, self.k_norm, self.head_dim = attn.q_norm, attn.k_norm, attn.head_dim
 
-    def project(self, x: jax.Array) -> Sequence[jax.Array]:
-        return self.qkv(x)
+    def project(self, x: jax.Array, gate: Gate | None) -> Sequence[jax.Array]:
+        return self.qkv(x, gate)
 
-    def o(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return self.out(x)[0]
+    def o(self, x: jax.Array, gate: Gate | None) -> jax.Array:  # type: ignore[override]
+        return self.out(x, gate)[0]
 
 
 class CpuMLP(MLP):
@@ -57,11 +58,11 @@ class CpuMLP(MLP):
         self.gate_up = JointLinear([mlp.gate, mlp.up], consume)
         self.out = JointLinear([mlp.down], consume)
 
-    def project(self, x: jax.Array) -> Sequence[jax.Array]:
-        return self.gate_up(x)
+    def project(self, x: jax.Array, gate: Gate | None) -> Sequence[jax.Array]:
+        return self.gate_up(x, gate)
 
-    def down(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return self.out(x)[0]
+    def down(self, x: jax.Array, gate: Gate | None) -> jax.Array:  # type: ignore[override]
+        return self.out(x, gate)[0]
 
 
 class JointLinear(nnx.Module):
@@ -75,15 +76,17 @@ class JointLinear(nnx.Module):
         self.parts = nnx.List(nnx.Param(part) for part in jax.block_until_ready(jnp.split(joint, parts)))
         biases = [linear.bias[...] for linear in linears if linear.bias is not None]
         self.bias = nnx.Param(jnp.concatenate(biases)) if biases else None
+        self.adapters = nnx.List(linear.adapter for linear in linears)
         if consume:
             for kernel in kernels:
                 kernel.delete()
 
-    def __call__(self, x: jax.Array, out_dtype: Any = None) -> list[jax.Array]:
+    def __call__(self, x: jax.Array, gate: Gate | None = None, *, out_dtype: Any = None) -> list[jax.Array]:
         """x [..., in] → [..., out] of each linear, in `out_dtype` (None: x's)."""
         y = multiply(x, [part[...].astype(x.dtype) for part in self.parts], out_dtype)
         y = y if self.bias is None else y + self.bias[...].astype(y.dtype)
-        return jnp.split(y, np.cumsum(self.sizes)[:-1], axis=-1)
+        ys = jnp.split(y, np.cumsum(self.sizes)[:-1], axis=-1)
+        return [y if lora is None else lora.add(y, x, gate) for y, lora in zip(ys, self.adapters, strict=True)]
 
 
 def multiply(x: jax.Array, parts: Sequence[jax.Array], out_dtype: Any = None) -> jax.Array:

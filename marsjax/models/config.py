@@ -24,6 +24,39 @@ class Llama3Scaling:
     original_max_positions: int
 
 
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """What is trained beside a frozen decoder (arXiv 2106.09685; gated: arXiv 2507.11851).
+
+    Attributes:
+      rank: r of W + (alpha / r) · A B.
+      targets: the linears of every layer that have one.
+      gated: the adapter acts on mask positions only, so that all others compute what the frozen decoder does.
+      masks: embeddings of masks in place of the mask token's row: one for all, or one for each of k; 0: none.
+      sampler: a head that predicts behind a mask from its hidden state and the token before.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+    gated: bool = True
+    masks: int = 0
+    sampler: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("masks", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"adapter {name} must be an integer of at least {least}, got {value!r}")
+        if not (type(self.alpha) in (int, float) and 0 < self.alpha < math.inf):
+            raise ValueError(f"adapter alpha must be a positive number, got {self.alpha!r}")
+        if not self.targets or set(self.targets) - set(TARGETS):
+            raise ValueError(f"adapter targets must be some of {', '.join(TARGETS)}, got {list(self.targets)}")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of one decoder; hashable, so that it can be static under `jax.jit`.
@@ -45,6 +78,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = True
     initializer_range: float = 0.02
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
