@@ -5,7 +5,8 @@ an allowed pair. Inside a tile it evaluates the mask from two integers a pair: t
 the key's plain index. Ids of noisy rows carry their column in the clean stream and their place in the noisy one, so
 that a compact noisy stream (`marsjax.training.objectives.score_two_streams`) needs no array of masks. Documents are
 told apart by the kernel's segment ids; they start at multiples of `block_size` in their row, so that blocks are those
-of columns.
+of columns. Under `masks.multi_token` the blocks of noisy rows are those of places instead, `block_size` rows behind
+each anchor, and documents start anywhere.
 
 Rows of segment 0 give 0 and send no gradient, as on the dense path (within the kernel they see each other).
 
@@ -24,7 +25,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import AxisType, PartitionSpec
 
-from marsjax.attention.masks import CLEAN, NOISY, Rows, causal, two_stream
+from marsjax.attention.masks import CLEAN, NOISY, Rows, causal, multi_token, two_stream
 
 MAX_LENGTH = 2**15  # a row's column and its place in the noisy stream share an int32 with the stream's sign
 LANES = 128
@@ -67,7 +68,7 @@ class Layout:
     """The static side of the attention input: `[clean | noisy]`, each padded to a multiple of `unit`; noisy may be 0.
 
     `noisy` < `length` is a compact stream: whole blocks of the clean one, in ascending order. `ahead`: rows see later
-    ones of their own block.
+    ones of their own block. `anchored`: a block of noisy rows stands behind a column, its anchor.
     """
 
     length: int
@@ -75,6 +76,7 @@ class Layout:
     block_size: int
     unit: int = LANES
     ahead: bool = False
+    anchored: bool = False
 
     @property
     def start(self) -> int:
@@ -87,7 +89,9 @@ class Layout:
 
     @property
     def skipped(self) -> int:
-        """How many blocks a noisy row's block may be ahead of its place."""
+        """How many blocks a noisy row's block may be ahead of its place; how many columns an anchor of its number."""
+        if self.anchored:
+            return self.length - self.noisy // self.block_size
         return -(-self.length // self.block_size) - -(-self.noisy // self.block_size)
 
     def join(self, clean: jax.Array, noisy: jax.Array | None = None) -> jax.Array:
@@ -113,7 +117,7 @@ class Layout:
 
 
 def row_ids(layout: Layout, columns: Any = None, xp: Any = np):
-    """Ids [N, total] int32 of the rows; `columns` [N, M] of the noisy ones, ascending, in whole blocks.
+    """Ids [N, total] int32 of the rows; `columns` [N, M] of the noisy ones, or of their anchors (`two_stream_attend`).
 
     A clean row's id is its column. A noisy row's is the complement of place · 2**16 + column, and so negative.
     """
@@ -143,6 +147,7 @@ class TwoStreamMask:
     block_size: int
     start: int
     rule: Callable = two_stream
+    anchored: bool = False
 
     def __call__(self, rows, keys):
         xp = jnp if isinstance(rows, jax.Array) else np
@@ -153,8 +158,15 @@ class TwoStreamMask:
         # when both are of one block, and what this gives for a key of another block is never in the row's.
         noisy = keys >= self.start
         key_column = keys + xp.where(noisy, column - place - self.start, 0)
-        query = Rows(-sign, column, self._block(column), 1)
-        key = Rows(xp.where(noisy, NOISY, CLEAN), key_column, self._block(key_column), 1)
+        if self.anchored:
+            # Blocks are anchors' columns. Masks are told apart by how far their places and the numbers of their anchors
+            # are from the row's: of other anchors no more than that they are others.
+            numbers = self._block(keys - self.start) - self._block(place)
+            block, key_block = column, xp.where(noisy, column + numbers, keys)
+        else:
+            block, key_block = self._block(column), self._block(key_column)
+        query = Rows(-sign, column, block, 1)
+        key = Rows(xp.where(noisy, NOISY, CLEAN), key_column, key_block, 1)
         return self.rule(query, key)
 
     def _block(self, column):
@@ -173,6 +185,7 @@ def visits(layout: Layout, block_q: int, block_kv: int) -> np.ndarray:
 
     Documents apart. Right for every compaction: place p of the noisy stream holds a block from p's own to `skipped`
     blocks further on. Without compaction no visited tile is empty. A tile of padding alone counts as one row.
+    Anchors: right for every choice of them where each is at most `skipped` columns further on than its number.
     """
 
     def spans(size):
@@ -192,16 +205,14 @@ def visits(layout: Layout, block_q: int, block_kv: int) -> np.ndarray:
     shared = np.maximum(q_first // b, kv_first // b) <= np.minimum(q_last // b, kv_last // b)
     one_block = np.minimum(q_first // b, kv_first // b) == np.maximum(q_end // b, kv_end // b)
     reached = kv_first // b <= q_last // b if layout.ahead else kv_first <= q_last
-    some = (
-        clean_clean & reached
-        | noisy_clean & (kv_first // b < q_last // b + layout.skipped)
-        | noisy_noisy & shared & reached
-    )
-    full = (
-        clean_clean & (kv_end <= q_first)
-        | noisy_clean & (kv_end // b < q_first // b)
-        | noisy_noisy & one_block & (kv_end <= q_first)
-    )
+    if layout.anchored:
+        some_clean = kv_first <= q_last // b + layout.skipped
+        all_clean = False  # unused anchors need not take a column each, so that later ones may stand early
+    else:
+        some_clean = kv_first // b < q_last // b + layout.skipped
+        all_clean = kv_end // b < q_first // b
+    some = clean_clean & reached | noisy_clean & some_clean | noisy_noisy & shared & reached
+    full = clean_clean & (kv_end <= q_first) | noisy_clean & all_clean | noisy_noisy & one_block & (kv_end <= q_first)
     return some.astype(np.int32) + (some & full)
 
 
@@ -236,7 +247,9 @@ def _schedules(layout: Layout, tiles: Tiles) -> tuple[MaskInfo, MaskInfo | None,
 
 
 @lru_cache(maxsize=64)
-def choose_tiles(length: int, noisy: int, block_size: int, head_dim: int, ahead: bool = False) -> Tiles:
+def choose_tiles(
+    length: int, noisy: int, block_size: int, head_dim: int, ahead: bool = False, anchored: bool = False
+) -> Tiles:
     """The tiles of least estimated time: small ones waste less area, large ones fewer steps of the grid.
 
     Rough figures of a v5e: 0.35 µs a step, and a visited pair costs two products of head_dim (at least a lane's 128)
@@ -245,7 +258,7 @@ def choose_tiles(length: int, noisy: int, block_size: int, head_dim: int, ahead:
     a_pair = 4 * max(head_dim, LANES) / 197e12 + 10e-12
 
     def seconds(tiles: Tiles) -> float:
-        grid = visits(Layout(length, noisy, block_size, tiles.unit, ahead), tiles.q, tiles.kv) > 0
+        grid = visits(Layout(length, noisy, block_size, tiles.unit, ahead, anchored), tiles.q, tiles.kv) > 0
         return len(grid) * int(grid.sum(1).max()) * 0.35e-6 + int(grid.sum()) * tiles.q * tiles.kv * a_pair
 
     return min((Tiles(q, kv) for q in (128, 256, 512) for kv in (128, 256, 512)), key=seconds)
@@ -281,27 +294,39 @@ def two_stream_attend(
       clean_segments: [N, L] int32, 0 where padding. Documents start at multiples of block_size.
       noisy_segments, columns: [N, M] int32, M <= L: the noisy rows' segments and where they stand in the clean
         stream: all columns, or whole blocks of them, ascending in each sequence.
+
+    With `masks.multi_token`, block_size is the number of masks behind an anchor, M = A block_size for A <= L anchors,
+    and `columns` are those of the anchors, each block_size times. Anchor number g stands at most at column L - A + g,
+    as distinct ascending ones do, unused ones (of segment 0) among them; a mask whose anchor is further on gives NaN.
+    Documents start anywhere.
     """
     length, noisy = clean_segments.shape[1], noisy_segments.shape[1]
-    if noisy > length:
+    if rule is multi_token:
+        if noisy % block_size or noisy > length * block_size:
+            raise ValueError(
+                f"{noisy} masks are not {block_size} behind each of at most {length} anchors, one a column: "
+                f"take a multiple of {block_size} up to {length * block_size}"
+            )
+    elif noisy > length:
         raise ValueError(f"{noisy} noisy rows for {length} columns: there is at most one a column")
-    if noisy < length and noisy % block_size:
+    elif noisy < length and noisy % block_size:
         raise ValueError(f"{noisy} noisy rows of {length} columns are no multiple of block_size={block_size}")
     return _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, columns, tiles, interpret)
 
 
 def _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, columns, tiles, interpret) -> Attend:
     ahead = rule is not None and bool(rule(Rows(CLEAN, 0, 0, 1), Rows(CLEAN, 1, 0, 1)))
+    anchored = rule is multi_token
 
     def attend(q, k, v, state):
-        chosen = tiles or choose_tiles(length, noisy, block_size, q.shape[-1], ahead)
-        layout = Layout(length, noisy, block_size, chosen.unit, ahead)
+        chosen = tiles or choose_tiles(length, noisy, block_size, q.shape[-1], ahead, anchored)
+        layout = Layout(length, noisy, block_size, chosen.unit, ahead, anchored)
         if max(layout.start, layout.total - layout.start) > MAX_LENGTH:
             raise ValueError(
-                f"length {length}, padded to a multiple of {chosen.unit}, is above the {MAX_LENGTH} of splash "
-                f"attention: shorten it, or take another attention"
+                f"{length} clean or {noisy} noisy rows, padded to a multiple of {chosen.unit}, are above the "
+                f"{MAX_LENGTH} of splash attention: shorten the sequence, or take another attention"
             )
-        mask = CausalMask() if rule is None else TwoStreamMask(block_size, layout.start, rule)
+        mask = CausalMask() if rule is None else TwoStreamMask(block_size, layout.start, rule, anchored)
         segments = layout.join(clean_segments, noisy_segments)
         ids = jnp.broadcast_to(row_ids(layout, columns, jnp), segments.shape)
 
@@ -309,7 +334,12 @@ def _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, col
             return _run(q, k, v, ids, segments, mask, layout, chosen, interpret)
 
         q, k, v = (layout.pad(x) for x in (q, k, v))
-        return layout.cut(_on_mesh(run, q, k)(q, k, v, ids, segments)), state
+        mixed = layout.cut(_on_mesh(run, q, k)(q, k, v, ids, segments))
+        if anchored:  # a tile that is not visited would leave keys out in silence
+            reached = columns <= jnp.arange(noisy) // block_size + layout.skipped
+            reached = jnp.pad(reached | (noisy_segments == 0), ((0, 0), (length, 0)), constant_values=True)
+            mixed = jnp.where(reached[..., None, None], mixed, jnp.nan)
+        return mixed, state
 
     return attend
 

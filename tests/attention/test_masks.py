@@ -5,11 +5,16 @@ import numpy as np
 import pytest
 
 from marsjax.attention.masks import (
+    CLEAN,
     Rows,
     block_diffusion,
     causal,
     dense_mask,
+    joined,
+    masks_behind_rows,
+    multi_token,
     single_stream_rows,
+    stream_rows,
     two_stream,
     two_stream_rows,
 )
@@ -81,6 +86,30 @@ def test_causal(lengths):
         for j in range(16):
             same = segments[0, i] != 0 and segments[0, i] == segments[0, j]
             assert mask[i, j] == (same and positions[0, j] <= positions[0, i])
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_multi_token(lengths, k, xp):
+    """Row 16 + a k + j: mask j + 1 behind anchor a. Every other column is one, and the last is of padding."""
+    positions, segments = packed(lengths, 16)
+    columns = np.r_[0:14:2, 15]
+    clean = stream_rows(CLEAN, xp.asarray(positions), xp.asarray(segments), 1)
+    masks = masks_behind_rows(*(xp.asarray(x[:, columns]) for x in (positions, segments)), k, xp)
+    mask = np.asarray(dense_mask(multi_token, joined(clean, masks, xp)))[0]
+
+    def at(row):  # the column where the row stands, or its anchor does
+        return row if row < 16 else columns[(row - 16) // k]
+
+    assert mask.shape == (16 + 8 * k,) * 2
+    for query, key in np.ndindex(mask.shape):
+        own = query >= 16 and at(query) == at(key) and key <= query
+        allowed = key <= at(query) if key < 16 else own
+        same = segments[0, at(query)] == segments[0, at(key)] != 0
+        assert mask[query, key] == (allowed and same), (query, key)
+    ranks = np.asarray(masks.position - masks.block)[0]
+    np.testing.assert_array_equal(ranks, [1 + j for _ in columns for j in range(k)])
 
 
 def test_a_quarter_of_the_square():

@@ -17,6 +17,8 @@ from marsjax.attention.masks import (
     causal,
     dense_mask,
     joined,
+    masks_behind_rows,
+    multi_token,
     single_stream_rows,
     stream_rows,
     two_stream,
@@ -103,6 +105,82 @@ def test_two_stream_equals_dense(case, rule):
     assert_equal(attend, dense_mask(rule, rows), length + noisy, *heads)
 
 
+def choose_anchors(length, count, rng, first=0):
+    """Distinct ascending columns [count] from `first` to before `length`."""
+    return (first + np.sort(rng.permutation(length - first)[:count])).astype(np.int32)
+
+
+def masks_behind(length, k, anchors):
+    """(clean rows, rows of the masks, columns of their anchors) of packed documents that start anywhere.
+
+    One anchor in five is unused, and then takes the column before it.
+    """
+    positions, segments = packed(length, 1, (37, 1, 50, 9), (101,))
+    rng = np.random.default_rng(4)
+    columns = np.stack([choose_anchors(length, anchors, rng) for _ in segments])
+    used = rng.random(columns.shape) < 0.8
+    columns = np.maximum.accumulate(np.where(used, columns, 0), axis=1)
+    position, segment = (np.take_along_axis(x, columns, 1) for x in (positions, segments))
+    masks = masks_behind_rows(position, np.where(used, segment, 0), k)
+    return stream_rows(CLEAN, positions, segments, 1), masks, np.repeat(columns, k, axis=1)
+
+
+def multi_token_attend(clean, masks, columns, k, tiles=None):
+    inputs = (jnp.asarray(x) for x in (clean.segment, masks.segment, columns))
+    return splash.two_stream_attend(*inputs, k, rule=multi_token, tiles=tiles, interpret=True)
+
+
+MASKS = {  # (L, A, k), (heads, key heads, head_dim), tiles; A k > L but for the first
+    "k = 1, every column": ((128, 128, 1), (2, 2, 64), None),
+    "k = 2": ((128, 70, 2), (2, 2, 64), Tiles(128, 128)),
+    "k = 3": ((115, 50, 3), (2, 1, 64), Tiles(128, 128)),
+    "k = 4, 7 heads a key head": ((120, 60, 4), (7, 1, 64), None),
+    "k = 8, two groups, tiles that differ": ((128, 33, 8), (4, 2, 64), Tiles(128, 256, 256, 128)),
+    "k = 8, one backward kernel": ((120, 40, 8), (2, 1, 128), Tiles(128, 128, fused=True)),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_multi_token_equals_dense(case):
+    (length, anchors, k), heads, tiles = MASKS[case]
+    clean, masks, columns = masks_behind(length, k, anchors)
+    mask = dense_mask(multi_token, joined(clean, masks))
+    assert_equal(multi_token_attend(clean, masks, columns, k, tiles), mask, length + anchors * k, *heads)
+
+
+def _one_more(query, key):
+    return multi_token(query._replace(block=query.block + (key.stream == CLEAN) * query.stream), key)
+
+
+def _later_masks(query, key):
+    return multi_token(query._replace(position=query.position + query.stream), key)
+
+
+def _other_anchors(query, key):
+    both = query.stream & key.stream
+    return multi_token(query._replace(block=query.block * (1 - both)), key._replace(block=key.block * (1 - both)))
+
+
+def test_another_mask_is_noticed():
+    clean, masks, columns = masks_behind(128, 4, 40)
+    rows = joined(clean, masks)
+    q, k, v = (np.asarray(jax.random.normal(jax.random.key(i), (2, 288, 1, 64))) for i in range(3))
+    got = multi_token_attend(clean, masks, columns, 4)(q, k, v, None)[0]
+    for rule in (multi_token, _one_more, _later_masks, _other_anchors):
+        want = dense.attend(q, k, v, dense_mask(rule, rows))
+        assert np.allclose(got, want, rtol=1e-5, atol=1e-5) == (rule is multi_token), rule
+
+
+def test_an_anchor_out_of_reach_is_no_number():
+    """Rather than the result of the tiles that are visited: the unused anchors behind the last column take none."""
+    clean, masks, columns = masks_behind(128, 2, 20)
+    columns[0], masks.segment[0] = 127, 0
+    masks.segment[0, -6:] = 1, 1, 0, 0, 1, 1  # numbers 17 and 19, which stand at most at columns 125 and 127
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 168, 1, 64)) for i in range(3))
+    out = multi_token_attend(clean, masks, columns, 2)(q, k, v, None)[0]
+    np.testing.assert_array_equal(np.argwhere(np.isnan(out).any((-2, -1))), [(0, 162), (0, 163)])
+
+
 @pytest.mark.parametrize(("length", "tiles"), [(128, None), (300, Tiles(128, 128))])
 def test_causal_equals_dense(length, tiles):
     positions, segments = packed(length, 1, (37, 1, 50, 9), (101,))
@@ -139,6 +217,25 @@ def test_ids_say_what_rows_say(length, noisy, block_size, rule, xp):
     rows = joined(clean, stream_rows(NOISY, columns, 1 + 0 * columns, block_size))
     rows = type(rows)(*(field[:, -1000:] for field in rows))
     np.testing.assert_array_equal(got, dense_mask(rule, rows)[0])
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize(("length", "anchors", "k"), [(128, 128, 1), (128, 80, 2), (120, 60, 3), (2**15, 2**12, 8)])
+def test_ids_say_what_masks_see(length, anchors, k, xp):
+    segments = np.ones((1, length), np.int32)
+    columns = choose_anchors(length, anchors, np.random.default_rng(2))[None]
+    layout = Layout(length, anchors * k, k, anchored=True)
+    ids = np.asarray(row_ids(layout, xp.asarray(np.repeat(columns, k, axis=1)), xp))[0]
+    assert ids.dtype == np.int32
+    keep = np.r_[:length, layout.start : layout.start + anchors * k]
+    some = np.random.default_rng(3).permutation(keep.size)[:600] if keep.size > 2000 else np.arange(keep.size)
+    some = np.sort(np.r_[some, keep.size - 40 : keep.size])  # the last masks too, of which several have one anchor
+    on_ids = TwoStreamMask(k, layout.start, multi_token, anchored=True)
+    got = on_ids(xp.asarray(ids[keep[some]])[:, None], xp.asarray(keep[some])[None, :])
+    clean = stream_rows(CLEAN, np.arange(length)[None], segments, 1)
+    rows = joined(clean, masks_behind_rows(columns, 1 + 0 * columns, k))
+    want = dense_mask(multi_token, type(rows)(*(field[:, some] for field in rows)))[0]
+    np.testing.assert_array_equal(got, want)
 
 
 def test_blocks_are_exact():
@@ -187,6 +284,47 @@ def test_no_needed_tile_is_missed(length, noisy, block_size, block_q, block_kv, 
         ever |= needed
     alone = ~by_tile(real, np.any, block_q, block_kv)  # tiles of padding, of which each row visits one
     np.testing.assert_array_equal((grid > 0) & ~alone, ever)  # and none is visited that no compaction needs
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), [(128, 128), (128, 256), (256, 128)])
+@pytest.mark.parametrize(
+    ("length", "anchors", "k"), [(512, 256, 4), (512, 512, 1), (700, 300, 2), (512, 90, 8), (300, 200, 3), (1024, 8, 8)]
+)
+def test_no_tile_of_masks_is_missed(length, anchors, k, block_q, block_kv):
+    """And none is visited that no choice of anchors needs, in one document."""
+    noisy = anchors * k
+    layout = Layout(length, noisy, k, 256, anchored=True)
+    grid = visits(layout, block_q, block_kv)
+    real = np.zeros(layout.total, bool)
+    real[:length] = real[layout.start : layout.start + noisy] = True
+    real = real[:, None] & real
+    clean = stream_rows(CLEAN, np.arange(length)[None], np.ones((1, length), int), 1)
+    rng, ever = np.random.default_rng(3), np.zeros_like(grid, bool)
+    choices = [
+        np.arange(anchors),
+        np.arange(length - anchors, length),
+        *(choose_anchors(length, anchors, rng) for _ in range(8)),
+        choose_anchors((length + anchors) // 2, anchors, rng),
+        choose_anchors(length, anchors, rng, first=(length - anchors) // 2),
+    ]
+    for columns in choices:
+        of_rule = dense_mask(multi_token, joined(clean, masks_behind_rows(columns[None], 1 + 0 * columns[None], k)))[0]
+        mask = np.zeros(real.shape, bool)
+        mask[real] = of_rule.reshape(-1)
+        needed = by_tile(mask, np.any, block_q, block_kv)
+        assert (grid[needed] > 0).all()
+        assert by_tile(mask | ~real, np.all, block_q, block_kv)[grid == 2].all()
+        ever |= needed
+    alone = ~by_tile(real, np.any, block_q, block_kv)
+    np.testing.assert_array_equal((grid > 0) & ~alone, ever)
+
+
+def test_fewer_tiles_of_masks_than_all():
+    """Masks see their own tile, and those of the clean stream that an anchor of their number may stand in."""
+    grid = visits(Layout(1024, 512, 4, anchored=True), 128, 128) > 0
+    assert [part.sum() for part in (grid[:8, :8], grid[:8, 8:], grid[8:, 8:])] == [36, 0, 4]
+    assert grid[8:, :8].sum() == 32
+    assert (visits(Layout(1024, 4096, 4, anchored=True), 128, 128) > 0)[8:, :8].sum() == 4 * 36
 
 
 def test_schedule_visits_the_grid():
@@ -265,6 +403,9 @@ def test_refusals():
         Tiles(64, 128)
     with pytest.raises(ValueError, match="8 noisy rows for 4 columns"):
         splash.two_stream_attend(ones[:, :4], ones, columns, 4)
+    for masks in (6, 36):
+        with pytest.raises(ValueError, match=f"{masks} masks are not 4 behind each of at most 8 anchors"):
+            splash.two_stream_attend(ones, *(jnp.ones((2, masks), jnp.int32),) * 2, 4, rule=multi_token)
     with pytest.raises(ValueError, match="6 noisy rows of 8 columns are no multiple of block_size=4"):
         splash.two_stream_attend(ones, ones[:, :6], columns[:, :6], 4)
 
