@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from marsjax.decoding import acceptance, plans, sampling
 from marsjax.decoding.cache import attend_cache_and_slots
 from marsjax.decoding.proposers.base import Proposer
-from marsjax.decoding.step import Controls, Network, State, emit, sampling_of
+from marsjax.decoding.step import Controls, MaskSlots, Network, State, emit, sampling_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,9 @@ class BlockCache:
         tokens = jnp.where(slot < filled[:, None], known, controls.mask_id)
         sees = jnp.broadcast_to(slot[:, None] >= slot, (rows, size, size))
         attend = attend_cache_and_slots(state.cursor, sees)
-        hidden, slots = network.forward(params.target, tokens, positions, attend, state.cache)
+        behind = slot - filled[:, None]
+        masks = MaskSlots(jnp.maximum(behind, 0), open=behind >= 0)
+        hidden, slots = network.forward(params.target, tokens, positions, attend, state.cache, masks)
         logits = jnp.where(controls.allowed, network.unembed(params.target, hidden), -jnp.inf)
         # Position i of the block is predicted by slot i - 1, the first one by what the last block left.
         first = jnp.where(controls.allowed, state.proposer, -jnp.inf)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from marsjax.decoding import acceptance, plans, sampling
 from marsjax.decoding.cache import attend_cache_and_slots
 from marsjax.decoding.proposers.base import Proposer
-from marsjax.decoding.step import Controls, Network, State, emit, sampling_of
+from marsjax.decoding.step import Controls, MaskSlots, Network, State, emit, sampling_of
 
 
 class Block(NamedTuple):
@@ -82,7 +82,10 @@ class BlockDiffusion:
         table = jnp.take_along_axis(state.tokens, begin[:, None] + slot, 1, mode="clip")
         held, known = jnp.where(given, table, mine.tokens), given | mine.known
         block = jnp.where(known, held, controls.mask_id)
-        hidden, slots, fed = self._forward(network, params.target, state, begin, pending, active, block)
+        # Of each mask, those between it and the known token before it.
+        ranks = slot - 1 - jax.lax.cummax(jnp.where(known, slot, -1), axis=1)
+        masks = MaskSlots(jnp.maximum(ranks, 0), open=~known)
+        hidden, slots, fed = self._forward(network, params.target, state, begin, pending, active, block, masks)
 
         logits = network.unembed(params.target, hidden[:, size - 1 : -1])
         logits = jnp.where(controls.allowed, logits, -jnp.inf)
@@ -109,7 +112,7 @@ class BlockDiffusion:
             fed=state.fed + fed,
         )
 
-    def _forward(self, network: Network, params: Any, state: State, begin, pending, active, block):
+    def _forward(self, network: Network, params: Any, state: State, begin, pending, active, block, masks):
         """(hidden rows [N, 2B, ...], keys and values) of both blocks, and how many slots were really fed.
 
         With `network.short_steps` the earlier block is left out where no row has one pending.
@@ -124,7 +127,7 @@ class BlockDiffusion:
             present = (at >= 0) | pending[:, None]
             attend = attend_cache_and_slots(state.cursor, sees[size - before :, size - before :] & present[:, None])
             tokens = jnp.concatenate([earlier, block], 1)
-            hidden, slots = network.forward(params, tokens, positions, attend, state.cache)
+            hidden, slots = network.forward(params, tokens, positions, attend, state.cache, masks)
             hidden, slots = (
                 _padded(hidden, size - before, 1),
                 jax.tree.map(lambda x: _padded(x, size - before, 2), slots),

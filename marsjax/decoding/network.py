@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.decoding import cache, cpu
 from marsjax.models import Decoder, ModelConfig, to_list
+from marsjax.models.layers import Gate
 from marsjax.models.layout import abstract as abstract_decoder
 from marsjax.parallel.sharding import shardings
 
@@ -43,8 +44,19 @@ class DecoderNetwork:
         rest = {"positions": positions, "attend": attend, "layer_states": layer_caches, "dtype": self.dtype}
         if masks is None:
             return model(tokens, **rest)
-        embedded = model.embed(tokens[:, : tokens.shape[1] - masks.shape[1]], self.dtype)
-        return model(embeddings=jnp.concatenate([embedded, masks.astype(self.dtype)], 1), **rest)
+        rest["gate"] = Gate(tokens.shape[1], masks.count, masks.open)
+        if masks.vectors is not None:
+            vectors = masks.vectors.astype(self.dtype)
+        elif model.masks is not None:
+            vectors = model.masks(masks.ranks, self.dtype)
+        else:
+            return model(tokens, **rest)
+        vectors = jnp.broadcast_to(vectors, (tokens.shape[0], masks.count, vectors.shape[-1]))
+        first = tokens.shape[1] - masks.count
+        embedded = model.embed(tokens if masks.open is not None else tokens[:, :first], self.dtype)
+        if masks.open is not None:
+            vectors = jnp.where(masks.open[..., None], vectors, embedded[:, first:])
+        return model(embeddings=jnp.concatenate([embedded[:, :first], vectors], 1), **rest)
 
     def embed(self, params, tokens):
         return self._model(params).embed(tokens, jnp.float32)

@@ -32,11 +32,10 @@ class Network(Protocol):
 
     def empty_cache(self, rows: int, length: int) -> list[LayerCache]: ...
 
-    def forward(self, params: Any, tokens, positions, attend, cache, masks=None) -> tuple[jax.Array, list[LayerCache]]:
-        """tokens, positions [N, S] → hidden [N, S, ...] and the slots' keys and values.
-
-        `masks` [N, M, D], if given, are the embeddings of the last M slots, whatever their tokens.
-        """
+    def forward(
+        self, params: Any, tokens, positions, attend, cache, masks: "MaskSlots | None" = None
+    ) -> tuple[jax.Array, list[LayerCache]]:
+        """tokens, positions [N, S] → hidden [N, S, ...] and the slots' keys and values. masks: None if none are fed."""
 
     def embed(self, params: Any, tokens) -> jax.Array:
         """Input embeddings [..., D] float32 of tokens [...]."""
@@ -52,6 +51,24 @@ class Network(Protocol):
 
     def state_sharding(self, params: Any, state: Any) -> Any:
         """Where the arrays of a state go."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskSlots:
+    """Which slots of a forward are masks: its last M, or those of them where `open` says so.
+
+    A gated adapter acts there and nowhere else. What they are: `vectors`, if given; else the model's own embeddings of
+    masks by `ranks`, if it has such; else their tokens.
+    """
+
+    ranks: Any  # [M] or [N, M] int32, masks between each and the token before it
+    vectors: Any = None  # [N, M, D]
+    open: Any = None  # [N, M] bool; None: all
+
+    @property
+    def count(self) -> int:
+        """M."""
+        return self.ranks.shape[-1]
 
 
 @jax.tree_util.register_dataclass
@@ -446,9 +463,9 @@ def _forward(
         known = jnp.take_along_axis(state.tokens, positions[:, : plan.pending], 1, mode="clip")
         masks = jnp.full((known.shape[0], plan.masks), controls.mask_id, known.dtype)
         tokens = jnp.concatenate([known, guesses.tokens, masks], axis=1)
-        embedded = None if vectors is None else vectors[:, plan.ranks]
+        asked = MaskSlots(plan.ranks, None if vectors is None else vectors[:, plan.ranks]) if plan.masks else None
         attend = attend_cache_and_slots(state.cursor, sees)
-        hidden, slots = network.forward(params, tokens, positions, attend, state.cache, embedded)
+        hidden, slots = network.forward(params, tokens, positions, attend, state.cache, asked)
         return hidden, slots, jnp.int32(plan.size)
 
     def run_short():
