@@ -1,6 +1,6 @@
 """From the tensors of a checkpoint to a `Decoder`: the check of the whole, then one parameter after the other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from marsjax.models import Decoder, ModelConfig, abstract
+from marsjax.models.adapters import is_adapter
 from marsjax.models.decoder import Layout
 from marsjax.parallel.sharding import shardings
 from marsjax.weights.names import EMBEDDING, HEAD, Entry, entries
@@ -22,20 +23,8 @@ def check(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> Non
     """Raises CheckpointError with every way in which the tensors are not those of such a model."""
     _, params = abstract(config, "list")
     wanted = {entry.names[0]: entry.shape for entry in entries(params, config.num_layers)}
-    problems = []
-    for name in wanted.keys() - tensors.keys():
-        hint = ""
-        if name == HEAD:
-            hint = ' (the config says "tie_word_embeddings": false, so the head needs its own weights)'
-        problems.append(f"missing: {name} {list(wanted[name])}{hint}")
-    for name in tensors.keys() - wanted.keys():
-        if not name.endswith(HARMLESS) and name != HEAD:
-            problems.append(f"unexpected: {name} {list(tensors[name].shape)}")
-    for name in wanted.keys() & tensors.keys():
-        if tuple(tensors[name].shape) != wanted[name]:
-            problems.append(f"wrong shape: {name} is {list(tensors[name].shape)}, expected {list(wanted[name])}")
-        if tensors[name].dtype not in FLOATS:
-            problems.append(f"unsupported dtype: {name} is {tensors[name].dtype}; supported are {', '.join(FLOATS)}")
+    harmless = {name for name in tensors.keys() - wanted.keys() if name.endswith(HARMLESS) or name == HEAD}
+    problems = differences(wanted, tensors, harmless)
     if HEAD in tensors.keys() - wanted.keys() and EMBEDDING in tensors and not _equal(tensors, HEAD, EMBEDDING):
         problems.append(
             f'contradiction: the config says "tie_word_embeddings": true, but {HEAD} differs from {EMBEDDING};'
@@ -44,16 +33,43 @@ def check(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> Non
     if problems:
         raise CheckpointError(
             f"{where} does not hold the weights of this {config.family} model; {len(problems)} problem(s):\n  "
-            + "\n  ".join(sorted(problems, key=_natural))
+            + "\n  ".join(problems)
         )
 
 
+def differences(
+    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], harmless: Set[str] = frozenset()
+) -> list[str]:
+    """How the tensors differ from those that are wanted, but for `harmless` ones, in the order of the layers."""
+    problems = []
+    for name in wanted.keys() - tensors.keys():
+        hint = ""
+        if name == HEAD:
+            hint = ' (the config says "tie_word_embeddings": false, so the head needs its own weights)'
+        problems.append(f"missing: {name} {list(wanted[name])}{hint}")
+    for name in tensors.keys() - wanted.keys() - harmless:
+        problems.append(f"unexpected: {name} {list(tensors[name].shape)}")
+    for name in wanted.keys() & tensors.keys():
+        if tuple(tensors[name].shape) != wanted[name]:
+            problems.append(f"wrong shape: {name} is {list(tensors[name].shape)}, expected {list(wanted[name])}")
+        if tensors[name].dtype not in FLOATS:
+            problems.append(f"unsupported dtype: {name} is {tensors[name].dtype}; supported are {', '.join(FLOATS)}")
+    return sorted(problems, key=_natural)
+
+
 def assemble(
-    config: ModelConfig, tensors: Mapping[str, Tensor], *, layout: Layout, dtype: Any, mesh: Mesh | None
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    layout: Layout,
+    dtype: Any,
+    mesh: Mesh | None,
+    adapter_dtype: Any = None,
 ) -> Decoder:
     """A decoder whose weights are read straight to their place: every device reads the slice it holds.
 
     `tensors` must have passed `check`. The host holds at most one parameter beside those already placed.
+    `adapter_dtype`: of an adapter's weights; None: `dtype`.
     """
     graphdef, params = abstract(config, layout, dtype)
     single = SingleDeviceSharding(jax.devices()[0])
@@ -61,7 +77,8 @@ def assemble(
     placed = {}
     for entry in entries(params, config.num_layers):
         sharding = places[entry.path].get_raw_value() if mesh is not None else single
-        placed[entry.path] = entry.variable.replace(_read(entry, tensors, dtype, sharding))
+        held = adapter_dtype if adapter_dtype is not None and is_adapter(entry.path) else dtype
+        placed[entry.path] = entry.variable.replace(_read(entry, tensors, held, sharding))
     return nnx.merge(graphdef, nnx.State.from_flat_path(placed))
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from marsjax.weights.directories import check_target
 from marsjax.weights.loading import open_source, read
 from marsjax.weights.names import EMBEDDING
-from marsjax.weights.saving import DTYPE_NAMES, check_target, save
+from marsjax.weights.saving import DTYPE_NAMES, save
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: Any = None, mask_token: bool = False) -> Path:

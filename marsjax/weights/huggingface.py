@@ -1,6 +1,7 @@
 """Hugging Face directories and hub ids, opened."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from marsjax.weights.tensors import CheckpointError, Source
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 WITHOUT_WEIGHTS = ("*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.*", "*.model")
 DOWNLOADED = ("*.safetensors", *WITHOUT_WEIGHTS)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def open_directory(directory: Path, *, weights: bool = True) -> Source:
     """config.json, generation_config.json, the tokenizer if there is one, and the tensors, unread (or none)."""
+    _refuse_adapter(directory)
     tensors = open_tensors(directory) if weights else {}
     if not (directory / "config.json").is_file():
         found = ", ".join(sorted(path.name for path in directory.iterdir()))
@@ -24,9 +27,30 @@ def open_directory(directory: Path, *, weights: bool = True) -> Source:
         where=str(directory),
         tensors=tensors,
         tokenizer=read_tokenizer(directory),
-        hf_config=_read_json(directory / "config.json"),
-        hf_generation=_read_json(generation) if generation.is_file() else {},
+        hf_config=read_json(directory / "config.json"),
+        hf_generation=read_json(generation) if generation.is_file() else {},
     )
+
+
+def _refuse_adapter(directory: Path) -> None:
+    if not (directory / "adapter_config.json").is_file() or (directory / "config.json").is_file():
+        return
+    base = read_json(directory / "adapter_config.json").get("base_model_name_or_path") or "BASE"
+    raise CheckpointError(
+        f"{directory} is an adapter, not a model; load it beside the model it was trained for:"
+        f" --model {base} --adapter {directory} (in Python: load({str(base)!r}, adapter={str(directory)!r}))"
+    )
+
+
+def find(source: str | Path, files: Sequence[str]) -> Path:
+    """The directory `source`, or the local copy of these files of the hub id `source`. Raises CheckpointError."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if not path.exists() and isinstance(source, str) and HUB_ID.fullmatch(source):
+        return download(source, files)
+    reason = "is a file" if path.exists() else "does not exist"
+    raise CheckpointError(f"{str(source)!r} {reason}; expected a directory or a hub id (owner/name)")
 
 
 def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
@@ -52,7 +76,7 @@ def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -1,7 +1,6 @@
 """`load`: from a path or a hub id to a `Pretrained`."""
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,18 @@ from jax.sharding import Mesh
 from marsjax.models import ModelConfig, abstract
 from marsjax.models.decoder import Layout
 from marsjax.weights import huggingface
+from marsjax.weights.adapters import AdapterFiles, open_adapter, warn_of_other_weights
+from marsjax.weights.adapters import check as check_adapter
 from marsjax.weights.assemble import assemble, check
 from marsjax.weights.names import EMBEDDING, HEAD
 from marsjax.weights.pretrained import Pretrained, generation_defaults
 from marsjax.weights.tensors import CheckpointError, MaskRows, Source, Tensor
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
 
 def load(
     source: str | Path,
     *,
+    adapter: str | Path | None = None,
     layout: Layout = "list",
     dtype: Any = jnp.float32,
     mesh: Mesh | None = None,
@@ -34,6 +34,7 @@ def load(
 
     Args:
       source: where the checkpoint is; an existing path wins over a hub id of the same spelling.
+      adapter: what was trained beside it (directory or hub id), ours or PEFT's; see `weights.adapters`.
       layout: "list" for decoding, "stacked" for training (see `marsjax.models.Decoder`).
       dtype: of the weights in memory, whatever the files hold.
       mesh: devices to spread the weights over (`marsjax.parallel.sharding`); None: all on the first device.
@@ -43,8 +44,13 @@ def load(
 
     Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read.
     """
+    added = None if adapter is None else open_adapter(adapter)
+    if added is not None and weights and not Path(source).expanduser().exists():
+        check_adapter(added, ModelConfig.from_hf(read_config(source)))  # before gigabytes are fetched
     found = open_source(source, weights=weights)
-    return read(found, layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token, weights=weights)
+    return read(
+        found, adapter=added, layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token, weights=weights
+    )
 
 
 def open_source(source: str | Path, *, weights: bool = True) -> Source:
@@ -58,7 +64,11 @@ def open_source(source: str | Path, *, weights: bool = True) -> Source:
         from marsjax.weights.gguf import open_file
 
         return open_file(path)
-    if isinstance(source, str) and HUB_ID.fullmatch(source) and path.suffix not in (".gguf", ".safetensors"):
+    if (
+        isinstance(source, str)
+        and huggingface.HUB_ID.fullmatch(source)
+        and path.suffix not in (".gguf", ".safetensors")
+    ):
         files = huggingface.DOWNLOADED if weights else huggingface.WITHOUT_WEIGHTS
         return huggingface.open_directory(huggingface.download(source, files), weights=weights)
     parent = path.parent
@@ -75,24 +85,47 @@ def read_config(source: str | Path) -> dict[str, Any]:
 
 
 def read(
-    source: Source, *, layout: Layout, dtype: Any, mesh: Mesh | None, with_mask_token: bool, weights: bool = True
+    source: Source,
+    *,
+    layout: Layout,
+    dtype: Any,
+    mesh: Mesh | None,
+    with_mask_token: bool,
+    weights: bool = True,
+    adapter: AdapterFiles | None = None,
+    adapter_dtype: Any = None,
 ) -> Pretrained:
-    """The second half of `load`: checks the tensors and reads them."""
-    config = ModelConfig.from_hf(source.hf_config)
+    """The second half of `load`: checks the tensors and reads them. `adapter_dtype`: None: `dtype`."""
+    config, hf_config = ModelConfig.from_hf(source.hf_config), source.hf_config
+    if adapter is not None:
+        check_adapter(adapter, config)
     if weights:
         check(config, source.tensors, source.where)
     mask_id = _known_mask(source, config)
     tensors = source.tensors
-    if with_mask_token and mask_id is None:
+    learned = adapter.mask_id if adapter is not None and adapter.config and not adapter.config.masks else None
+    if mask_id is None and (with_mask_token or learned is not None):
         mask_id, config, tensors = _add_mask(source, config)
+    if adapter is not None:
+        if learned not in (None, mask_id):
+            raise CheckpointError(
+                f"the adapter in {adapter.where} was trained with mask token {learned}, but that of {source.where} is "
+                f"{mask_id}; give the model it was trained beside ({adapter.base or 'its files do not name it'})"
+            )
+        config = dataclasses.replace(config, adapter=adapter.config)
+        tensors = {**tensors, **adapter.tensors}
+        if adapter.training:
+            hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), **adapter.training}}
     generation = generation_defaults(
         source.hf_generation, source.hf_config, source.tokenizer, config.vocab_size, mask_id
     )
     if weights:
-        model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh)
+        model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh, adapter_dtype=adapter_dtype)
+        if adapter is not None:
+            warn_of_other_weights(adapter, model)
     else:
         model = nnx.merge(*abstract(config, layout, dtype))
-    return Pretrained(model, source.tokenizer, generation, mask_id, source.hf_config)
+    return Pretrained(model, source.tokenizer, generation, mask_id, hf_config)
 
 
 def _known_mask(source: Source, config: ModelConfig) -> int | None:

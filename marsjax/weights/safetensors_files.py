@@ -47,7 +47,7 @@ def open_directory(directory: Path) -> Mapping[str, Tensor]:
     if (directory / INDEX).is_file():
         return _open_shards(directory)
     if (directory / SINGLE).is_file():
-        return _open_file(directory / SINGLE)
+        return open_file(directory / SINGLE)
     found = sorted(path.name for path in directory.iterdir())
     if not found:
         raise CheckpointError(f"{directory} is empty; expected config.json and {SINGLE}")
@@ -79,12 +79,13 @@ def _open_shards(directory: Path) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        inside = _open_file(directory / shard)
+        inside = open_file(directory / shard)
         tensors |= {name: tensor for name, tensor in inside.items() if where.get(name, shard) == shard}
     return tensors
 
 
-def _open_file(path: Path) -> dict[str, Tensor]:
+def open_file(path: Path) -> dict[str, Tensor]:
+    """Every tensor of one file, unread. Raises CheckpointError for what is no such file or a part of one."""
     try:
         with safe_open(path, framework="numpy") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -118,18 +119,19 @@ def write_directory(directory: Path, tensors: Sequence[Outgoing], max_shard_byte
             shards.append([])
         shards[-1].append(tensor)
     if len(shards) == 1:
-        _write_file(directory / SINGLE, shards[0])
+        write_file(directory / SINGLE, shards[0])
         return
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / name, shard)
+        write_file(directory / name, shard)
         where |= {tensor.name: name for tensor in shard}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": where}
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
+def write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
+    """One file of these tensors, made and written one after the other."""
     # The library's own writer wants all arrays of a file at once; the format is a header and the bytes in order.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 insists on the metadata
     end = 0
