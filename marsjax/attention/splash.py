@@ -96,12 +96,12 @@ class Layout:
 
     def join(self, clean: jax.Array, noisy: jax.Array | None = None) -> jax.Array:
         """[N, L, ...] and [N, M, ...] → [N, total, ...], padded with 0."""
+        clean = _padded(clean, self.start)
+        return clean if noisy is None else jnp.concatenate([clean, self.pad_noisy(noisy)], axis=1)
 
-        def padded(x, size):
-            return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
-
-        clean = padded(clean, self.start)
-        return clean if noisy is None else jnp.concatenate([clean, padded(noisy, self.total - self.start)], axis=1)
+    def pad_noisy(self, x: jax.Array) -> jax.Array:
+        """[N, M, ...] → [N, total - start, ...]."""
+        return _padded(x, self.total - self.start)
 
     def pad(self, x: jax.Array) -> jax.Array:
         """[N, S, ...] → [N, total, ...]."""
@@ -114,6 +114,10 @@ class Layout:
         if self.total == self.length + self.noisy:
             return x
         return jnp.concatenate([x[:, : self.length], x[:, self.start : self.start + self.noisy]], axis=1)
+
+
+def _padded(x: jax.Array, size: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
 
 
 def row_ids(layout: Layout, columns: Any = None, xp: Any = np):
@@ -238,27 +242,39 @@ def _mask_info(grid: np.ndarray, *, by_key: bool = False, shrink: bool = True) -
 
 
 @lru_cache(maxsize=64)
-def _schedules(layout: Layout, tiles: Tiles) -> tuple[MaskInfo, MaskInfo | None, MaskInfo]:
-    """(forward, gradient of q, gradient of k and v)."""
-    forward = _mask_info(visits(layout, tiles.q, tiles.kv))
-    backward = visits(layout, *tiles.backward)
+def _schedules(
+    layout: Layout, tiles: Tiles, first: int = 0, constant: bool = False
+) -> tuple[MaskInfo, MaskInfo | None, MaskInfo]:
+    """(forward, gradient of q, gradient of k and v), of the rows from `first` on; `constant`: see `behind_attend`."""
+    forward = _mask_info(visits(layout, tiles.q, tiles.kv)[first // tiles.q :])
+    backward = visits(layout, *tiles.backward)[first // tiles.backward[0] :]
     of_q = None if tiles.fused else _mask_info(backward)
+    if constant and not tiles.fused:  # the one kernel's tiles are those of the gradient of q, too
+        backward = np.where(np.arange(backward.shape[1]) < layout.start // tiles.backward[1], 0, backward)
     return forward, of_q, _mask_info(backward, by_key=True, shrink=not tiles.fused)
 
 
 @lru_cache(maxsize=64)
 def choose_tiles(
-    length: int, noisy: int, block_size: int, head_dim: int, ahead: bool = False, anchored: bool = False
+    length: int,
+    noisy: int,
+    block_size: int,
+    head_dim: int,
+    ahead: bool = False,
+    anchored: bool = False,
+    behind: bool = False,
 ) -> Tiles:
     """The tiles of least estimated time: small ones waste less area, large ones fewer steps of the grid.
 
     Rough figures of a v5e: 0.35 µs a step, and a visited pair costs two products of head_dim (at least a lane's 128)
     at 197 TFLOP/s and some ten passes of the vector unit. Larger than 512 does not fit the backward kernels' memory.
+    `behind`: of the noisy rows alone.
     """
     a_pair = 4 * max(head_dim, LANES) / 197e12 + 10e-12
 
     def seconds(tiles: Tiles) -> float:
-        grid = visits(Layout(length, noisy, block_size, tiles.unit, ahead, anchored), tiles.q, tiles.kv) > 0
+        layout = Layout(length, noisy, block_size, tiles.unit, ahead, anchored)
+        grid = visits(layout, tiles.q, tiles.kv)[layout.start // tiles.q if behind else 0 :] > 0
         return len(grid) * int(grid.sum(1).max()) * 0.35e-6 + int(grid.sum()) * tiles.q * tiles.kv * a_pair
 
     return min((Tiles(q, kv) for q in (128, 256, 512) for kv in (128, 256, 512)), key=seconds)
@@ -275,7 +291,7 @@ def causal_attend(segments: jax.Array, *, tiles: Tiles | None = None, interpret:
     Raises:
       ValueError: from the call, when N or K does not divide over the mesh, or the length exceeds `MAX_LENGTH`.
     """
-    return _attend(segments.shape[1], 0, 1, None, segments, None, None, tiles, interpret)
+    return _attend(segments, tiles=tiles, interpret=interpret)
 
 
 def two_stream_attend(
@@ -297,11 +313,79 @@ def two_stream_attend(
 
     With `masks.multi_token`, block_size is the number of masks behind an anchor, M = A block_size for A <= L anchors,
     and `columns` are those of the anchors, each block_size times. Anchor number g stands at most at column L - A + g,
-    as distinct ascending ones do, unused ones (of segment 0) among them; a mask whose anchor is further on gives NaN.
-    Documents start anywhere.
+    as distinct ascending ones do; unused ones (of segment 0) may share a column if they come first. A mask whose
+    anchor is further on gives NaN. Documents start anywhere.
     """
-    length, noisy = clean_segments.shape[1], noisy_segments.shape[1]
-    if rule is multi_token:
+    return _attend(clean_segments, noisy_segments, columns, block_size, rule=rule, tiles=tiles, interpret=interpret)
+
+
+def behind_attend(
+    clean_segments: jax.Array,
+    noisy_segments: jax.Array,
+    columns: jax.Array,
+    block_size: int,
+    *,
+    rule: Callable = two_stream,
+    constant: bool = False,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Attend:
+    """The noisy rows' part of `two_stream_attend`, for a pass of theirs behind that of the clean rows.
+
+    (q [N, M, H, h], k, v [N, M, K, h], state) → (mixed [N, M, H, h], state); state: the clean rows' keys and values
+    [N, L, K, h]. `constant`: they get no gradient, and the pass that computes those of keys visits the noisy
+    ones alone: 3 products of the backward pass's 7 are left, of a pair with a clean key.
+    """
+    return _attend(
+        clean_segments, noisy_segments, columns, block_size,
+        rule=rule, behind=True, constant=constant, tiles=tiles, interpret=interpret,
+    )  # fmt: skip
+
+
+def _attend(
+    clean_segments, noisy_segments=None, columns=None, block_size=1,
+    *, rule=None, behind=False, constant=False, tiles, interpret,
+) -> Attend:  # fmt: skip
+    length, noisy = clean_segments.shape[1], 0 if noisy_segments is None else noisy_segments.shape[1]
+    anchored = rule is multi_token
+    ahead = rule is not None and bool(rule(Rows(CLEAN, 0, 0, 1), Rows(CLEAN, 1, 0, 1)))
+    _check(length, noisy, block_size, anchored)
+
+    def attend(q, k, v, state):
+        chosen = tiles or choose_tiles(length, noisy, block_size, q.shape[-1], ahead, anchored, behind)
+        layout = Layout(length, noisy, block_size, chosen.unit, ahead, anchored)
+        if max(layout.start, layout.total - layout.start) > MAX_LENGTH:
+            raise ValueError(
+                f"{length} clean or {noisy} noisy rows, padded to a multiple of {chosen.unit}, are above the "
+                f"{MAX_LENGTH} of splash attention: shorten the sequence, or take another attention"
+            )
+        mask = CausalMask() if rule is None else TwoStreamMask(block_size, layout.start, rule, anchored)
+        first = layout.start if behind else 0
+        segments = layout.join(clean_segments, noisy_segments)
+        ids = jnp.broadcast_to(row_ids(layout, columns, jnp), segments.shape)
+
+        def run(q, k, v, ids, of_rows, of_keys):
+            schedules = _schedules(layout, chosen, first, constant)
+            return _run(q, k, v, ids, of_rows, of_keys, mask, schedules, chosen, interpret)
+
+        if behind:
+            clean = jax.lax.stop_gradient(state) if constant else state
+            q, (k, v) = layout.pad_noisy(q), (layout.join(*pair) for pair in zip(clean, (k, v), strict=True))
+        else:
+            q, k, v = (layout.pad(x) for x in (q, k, v))
+        mixed = _on_mesh(run, q, k)(q, k, v, ids[:, first:], segments[:, first:], segments)
+        mixed = mixed[:, :noisy] if behind else layout.cut(mixed)
+        if anchored:  # a tile that is not visited would leave keys out in silence
+            reached = (columns <= jnp.arange(noisy) // block_size + layout.skipped) | (noisy_segments == 0)
+            reached = jnp.pad(reached, ((0, 0), (mixed.shape[1] - noisy, 0)), constant_values=True)
+            mixed = jnp.where(reached[..., None, None], mixed, jnp.nan)
+        return mixed, state
+
+    return attend
+
+
+def _check(length: int, noisy: int, block_size: int, anchored: bool) -> None:
+    if anchored:
         if noisy % block_size or noisy > length * block_size:
             raise ValueError(
                 f"{noisy} masks are not {block_size} behind each of at most {length} anchors, one a column: "
@@ -311,41 +395,10 @@ def two_stream_attend(
         raise ValueError(f"{noisy} noisy rows for {length} columns: there is at most one a column")
     elif noisy < length and noisy % block_size:
         raise ValueError(f"{noisy} noisy rows of {length} columns are no multiple of block_size={block_size}")
-    return _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, columns, tiles, interpret)
 
 
-def _attend(length, noisy, block_size, rule, clean_segments, noisy_segments, columns, tiles, interpret) -> Attend:
-    ahead = rule is not None and bool(rule(Rows(CLEAN, 0, 0, 1), Rows(CLEAN, 1, 0, 1)))
-    anchored = rule is multi_token
-
-    def attend(q, k, v, state):
-        chosen = tiles or choose_tiles(length, noisy, block_size, q.shape[-1], ahead, anchored)
-        layout = Layout(length, noisy, block_size, chosen.unit, ahead, anchored)
-        if max(layout.start, layout.total - layout.start) > MAX_LENGTH:
-            raise ValueError(
-                f"{length} clean or {noisy} noisy rows, padded to a multiple of {chosen.unit}, are above the "
-                f"{MAX_LENGTH} of splash attention: shorten the sequence, or take another attention"
-            )
-        mask = CausalMask() if rule is None else TwoStreamMask(block_size, layout.start, rule, anchored)
-        segments = layout.join(clean_segments, noisy_segments)
-        ids = jnp.broadcast_to(row_ids(layout, columns, jnp), segments.shape)
-
-        def run(q, k, v, ids, segments):
-            return _run(q, k, v, ids, segments, mask, layout, chosen, interpret)
-
-        q, k, v = (layout.pad(x) for x in (q, k, v))
-        mixed = layout.cut(_on_mesh(run, q, k)(q, k, v, ids, segments))
-        if anchored:  # a tile that is not visited would leave keys out in silence
-            reached = columns <= jnp.arange(noisy) // block_size + layout.skipped
-            reached = jnp.pad(reached | (noisy_segments == 0), ((0, 0), (length, 0)), constant_values=True)
-            mixed = jnp.where(reached[..., None, None], mixed, jnp.nan)
-        return mixed, state
-
-    return attend
-
-
-def _run(q, k, v, ids, segments, mask, layout: Layout, tiles: Tiles, interpret: bool) -> jax.Array:
-    """On one device: q [N, total, H, h], k and v [N, total, K, h], ids and segments [N, total]."""
+def _run(q, k, v, ids, of_rows, of_keys, mask, schedules, tiles: Tiles, interpret: bool) -> jax.Array:
+    """On one device: q [N, Q, H, h], k and v [N, total, K, h]; ids and segments of rows [N, Q], of keys [N, total]."""
     q_backward, kv_backward = tiles.backward
     sizes = kernel.BlockSizes(
         block_q=tiles.q,
@@ -357,8 +410,9 @@ def _run(q, k, v, ids, segments, mask, layout: Layout, tiles: Tiles, interpret: 
         use_fused_bwd_kernel=tiles.fused,
     )
 
-    def one(q, k, v, ids, segments):
-        forward, of_q, of_kv = _schedules(layout, tiles)
+    forward, of_q, of_kv = schedules
+
+    def one(q, k, v, ids, of_rows, of_keys):
         splash = kernel.SplashAttentionKernel(
             forward._replace(q_sequence=ids),
             of_q and of_q._replace(q_sequence=ids),
@@ -372,14 +426,14 @@ def _run(q, k, v, ids, segments, mask, layout: Layout, tiles: Tiles, interpret: 
             mask_function=mask,
             interpret=interpret,
         )
-        return splash(q, k, v, segment_ids=kernel.SegmentIds(segments, segments))
+        return splash(q, k, v, segment_ids=kernel.SegmentIds(of_rows, of_keys))
 
     scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (scaled, k, v))
-    mixed = jax.vmap(one)(q, k, v, ids, segments)
+    mixed = jax.vmap(one)(q, k, v, ids, of_rows, of_keys)
     # Padding sees padding in the kernel. Nothing uses it, but 0 is what the dense path gives, and the gradient that
     # comes back into it is then 0 too.
-    return jnp.where((segments != 0)[..., None, None], jnp.swapaxes(mixed, 1, 2), 0)
+    return jnp.where((of_rows != 0)[..., None, None], jnp.swapaxes(mixed, 1, 2), 0)
 
 
 def _on_mesh(run, q, k):
@@ -399,5 +453,5 @@ def _on_mesh(run, q, k):
         )
     heads, rows = PartitionSpec(batch or None, None, tensor, None), PartitionSpec(batch or None, None)
     return jax.shard_map(
-        run, in_specs=(heads, heads, heads, rows, rows), out_specs=heads, check_vma=False
+        run, in_specs=(heads, heads, heads, rows, rows, rows), out_specs=heads, check_vma=False
     )  # a kernel does not say along which axes its result varies

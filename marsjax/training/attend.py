@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from marsjax.attention import dense, splash
 from marsjax.attention.dense import Part, attend_part, group, heads_first, join, ungroup
-from marsjax.attention.masks import Rows, causal, dense_mask, joined, two_stream
+from marsjax.attention.masks import Rows, causal, dense_mask, joined, multi_token, two_stream
 from marsjax.models.decoder import Attend
 
 Attention = Literal["blocks", "dense", "splash"]
@@ -46,27 +46,79 @@ def two_stream_attend(
 ) -> Attend:
     """Attention over `[clean | noisy]`; clean [N, L], noisy [N, M].
 
-    `rule` of `marsjax.attention.masks` says who sees whom: `two_stream` (MARS) or `block_diffusion`.
+    `rule` of `marsjax.attention.masks` says who sees whom: `two_stream` (MARS), `block_diffusion`, or `multi_token`, of
+    which block_size is the number of masks behind an anchor.
 
     "dense" takes any rows and computes the (L+M)² square, of which at most a quarter counts. "blocks" computes the
     clean square, and for the noisy rows the clean prefix and their own block: half the work, and bounded memory. It
     needs every run of `block_size` noisy rows to lie in one block (`marsjax.training.objectives.check_aligned`).
     "splash" is the TPU's kernel (`marsjax.attention.splash`). It needs the same, and `columns` [N, M], ascending,
-    where the noisy rows stand in the clean stream; None: M = L, at their own. `interpret` runs it in plain JAX; None:
-    where JAX runs on no TPU. Say False to compile for a TPU that is not here.
+    where the noisy rows, or their anchors, stand in the clean stream (`splash.two_stream_attend` has the bounds); None:
+    M = L, at their own. `interpret` runs it in plain JAX; None: where JAX runs on no TPU. Say False to compile for a
+    TPU that is not here.
     """
-    length, noisy_length = clean.position.shape[1], noisy.position.shape[1]
+    length = clean.position.shape[1]
     if _checked(attention) == "splash":
-        if columns is None:
-            if noisy_length != length:
-                raise ValueError(f"splash attention of {noisy_length} noisy rows to {length} needs their columns")
-            columns = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), noisy.segment.shape)
+        columns = _columns(clean, noisy, rule) if columns is None else columns
         return splash.two_stream_attend(
             clean.segment, noisy.segment, columns, block_size, rule=rule, interpret=_interpreted(interpret)
         )
     if attention == "dense":
         mask = dense_mask(rule, joined(clean, noisy, jnp))
         return lambda q, k, v, state: (dense.attend(q, k, v, mask), state)
+
+    # Computed once for all layers where all rows are computed at a time, and dropped by the compiler where not.
+    clean_mask = dense_mask(rule, clean)
+    behind = behind_attend(clean, noisy, block_size, attention, rule)
+
+    def attend(q, k, v, state):
+        keys, values = k[:, :length], v[:, :length]
+
+        def of_clean(q, rows):
+            return dense.attend(q, keys, values, clean_mask if rows is clean else dense_mask(rule, rows, clean))
+
+        mixed = (
+            _by_rows(of_clean, _rows_at_a_time(q[:, :length], length), q[:, :length], clean),
+            behind(q[:, length:], k[:, length:], v[:, length:], (keys, values))[0],
+        )
+        return jnp.concatenate(mixed, axis=1), state
+
+    return attend
+
+
+def keeping(attend: Attend) -> Attend:
+    """The same attention, which leaves each layer's keys and values [N, S, K, h] behind as its state."""
+    return lambda q, k, v, state: (attend(q, k, v, state)[0], (k, v))
+
+
+def behind_attend(
+    clean: Rows,
+    noisy: Rows,
+    block_size: int,
+    attention: Attention = "blocks",
+    rule: Callable = two_stream,
+    *,
+    constant: bool = False,
+    columns: jax.Array | None = None,
+    interpret: bool | None = None,
+) -> Attend:
+    """Attention of the noisy rows alone; a layer's state is the clean rows' keys and values, and stays. See
+    `two_stream_attend`. `constant`: the state gets no gradient, which the kernel must know beforehand to save it."""
+    if _checked(attention) == "splash":
+        columns = _columns(clean, noisy, rule) if columns is None else columns
+        return splash.behind_attend(
+            clean.segment, noisy.segment, columns, block_size,
+            rule=rule, constant=constant, interpret=_interpreted(interpret),
+        )  # fmt: skip
+    if attention == "dense":
+        mask = dense_mask(rule, noisy, joined(clean, noisy, jnp))
+
+        def over_both(q, k, v, state):
+            kept = jax.lax.stop_gradient(state) if constant else state
+            keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(kept, (k, v), strict=True))
+            return dense.attend(q, keys, values, mask), state
+
+        return over_both
 
     def in_blocks(x):
         count = -(-x.shape[1] // block_size)
@@ -76,17 +128,13 @@ def two_stream_attend(
     def noisy_masks(rows):
         return dense_mask(rule, rows, clean), dense_mask(rule, Rows(*(in_blocks(field) for field in rows)))
 
-    # Computed once for all layers where all rows are computed at a time, and dropped by the compiler where not.
-    clean_mask, whole_masks = dense_mask(rule, clean), noisy_masks(noisy)
+    whole_masks = noisy_masks(noisy)
 
     def attend(q, k, v, state):
+        keys, values = jax.lax.stop_gradient(state) if constant else state
         kv_heads = k.shape[2]
-        keys, values = k[:, :length], v[:, :length]
 
-        def of_clean(q, rows):
-            return dense.attend(q, keys, values, clean_mask if rows is clean else dense_mask(rule, rows, clean))
-
-        def of_noisy(q, k, v, rows):
+        def some(q, k, v, rows):
             prefix_mask, own_mask = whole_masks if rows is noisy else noisy_masks(rows)
             count = q.shape[1]
             prefix = attend_part(group(q, kv_heads), (heads_first(keys), heads_first(values), prefix_mask))
@@ -95,14 +143,7 @@ def two_stream_attend(
             own = Part(*(_rows_of_blocks(x, block_size, count) for x in own))
             return ungroup(join(prefix, own), count).astype(q.dtype)
 
-        clean_q, noisy_q = q[:, :length], q[:, length:]
-        mixed = (
-            _by_rows(of_clean, _rows_at_a_time(clean_q, length), clean_q, clean),
-            _by_rows(
-                of_noisy, _rows_at_a_time(noisy_q, length, block_size), noisy_q, k[:, length:], v[:, length:], noisy
-            ),
-        )
-        return jnp.concatenate(mixed, axis=1), state
+        return _by_rows(some, _rows_at_a_time(q, keys.shape[1], block_size), q, k, v, noisy), state
 
     return attend
 
@@ -111,6 +152,13 @@ def _checked(attention: str) -> str:
     if attention not in ("blocks", "dense", "splash"):
         raise ValueError(f"attention {attention!r} is not one of blocks, dense, splash")
     return attention
+
+
+def _columns(clean: Rows, noisy: Rows, rule: Callable) -> jax.Array:
+    length, noisy_length = clean.position.shape[1], noisy.position.shape[1]
+    if noisy_length != length or rule is multi_token:
+        raise ValueError(f"splash attention of {noisy_length} noisy rows to {length} needs their columns")
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), noisy.segment.shape)
 
 
 def _interpreted(interpret: bool | None) -> bool:

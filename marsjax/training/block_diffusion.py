@@ -50,13 +50,13 @@ def block_diffusion(
 
 
 def draw_masks(key: jax.Array, batch: Any, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """(masked [N, L] bool, the rate t of each token's block [N, L]); only predicted tokens are masked."""
+    """(masked [..., L] bool, the rate t of each token's block [..., L]); only predicted tokens are masked."""
     for_rates, for_tokens = jax.random.split(key)
     shape = batch.tokens.shape
     # One draw a column, of which each block uses that of its first: documents may begin anywhere in a row.
-    first = jnp.arange(shape[1]) - batch.positions % block_size
-    rate = jnp.take_along_axis(jax.random.uniform(for_rates, shape, minval=LEAST_RATE), first, axis=1)
-    predicted = jnp.pad(batch.weights != 0, ((0, 0), (1, 0)))[:, :-1]
+    first = jnp.arange(shape[-1]) - batch.positions % block_size
+    rate = jnp.take_along_axis(jax.random.uniform(for_rates, shape, minval=LEAST_RATE), first, axis=-1)
+    predicted = jnp.roll(batch.weights != 0, 1, axis=-1).at[..., 0].set(False)
     return predicted & (jax.random.uniform(for_tokens, shape) < rate), rate
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from marsjax.data.mixture import check_weights
 from marsjax.data.sources import DataError
+from marsjax.models.config import TARGETS, AdapterConfig
 from marsjax.parallel.slices import parse_slice
 from marsjax.training.yaml_text import read_yaml
 
@@ -61,15 +62,50 @@ class DataSection:
 
 @dataclass(frozen=True)
 class ObjectiveSection:
-    name: Literal["mars", "sft", "block_diffusion"] = _setting(
-        "mars", "MARS, plain next-token fine-tuning, or the baseline that fills blocks in any order"
+    name: Literal["mars", "sft", "block_diffusion", "mtp"] = _setting(
+        "mars",
+        "MARS, plain next-token fine-tuning, the baseline that fills blocks in any order, or, with an adapter, "
+        "multi-token prediction",
     )
-    block_size: int = _setting(4, "B: tokens a block of masks predicts")
+    block_size: int = _setting(4, "B: tokens a block of masks predicts; mtp: k, masks behind an anchor")
     ar_weight: float = _setting(1.0, "mars: weight of the next-token loss beside the mask loss; 0 leaves it out")
+    anchors: int | None = _setting(None, "mtp: anchors drawn of a sequence for each step; None: all rows with a target")
+    sampler: bool = _setting(True, "mtp: a head that chooses each token with the one before it in mind")
+    consistency: float = _setting(1.0, "mtp: weight of the distance to the hidden state of ordinary rows (LCM)")
+    soft_targets: bool = _setting(False, "mtp: learn the model's own distribution, not the data's tokens")
+    tv_weight: float = _setting(0.0, "mtp: weight of the total variation distance to the model's own distribution")
+    free_running: bool = _setting(False, "mtp: the sampler sees its own choices in training, not the data's tokens")
 
     @property
     def has_masks(self) -> bool:
         return self.name != "sft"
+
+    @property
+    def block(self) -> int:
+        """Blocks of so many tokens, to which documents and target rows are aligned."""
+        return self.block_size if self.name in ("mars", "block_diffusion") else 1
+
+
+@dataclass(frozen=True)
+class AdapterSection:
+    rank: int | None = _setting(None, "train a LoRA adapter of this rank and freeze the model; None: train all weights")
+    alpha: float | None = _setting(None, "the adapter's scale is alpha / rank; None: 2 · rank")
+    targets: list = field(default_factory=lambda: list(TARGETS), metadata={"help": "linears of a layer that get one"})
+    gated: bool = _setting(True, "it acts on masks only, so that the model's own answers stay; false: plain LoRA")
+
+    def of(self, objective: ObjectiveSection) -> AdapterConfig | None:
+        """What the model gets; None: no adapter."""
+        if self.rank is None:
+            return None
+        masks = {"sft": 0, "mtp": objective.block_size}.get(objective.name, 1)
+        return AdapterConfig(
+            rank=self.rank,
+            alpha=2.0 * self.rank if self.alpha is None else self.alpha,
+            targets=tuple(self.targets),
+            gated=self.gated,
+            masks=masks,
+            sampler=objective.name == "mtp" and objective.sampler,
+        )
 
 
 @dataclass(frozen=True)
@@ -155,6 +191,7 @@ class TrainConfig:
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    adapter: AdapterSection = field(default_factory=AdapterSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     compute: ComputeSection = field(default_factory=ComputeSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -188,14 +225,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """
     found = []
     sections = typing.get_type_hints(TrainConfig)
-    how = set(HOW)
-    if (new.get("objective") or {}).get("name") == "block_diffusion":
-        how.discard("data.accumulation")  # its masks are drawn for each microbatch
     for section in sorted((set(old) | set(new)) - set(RESUME_MAY_CHANGE)):
         defaults = dataclasses.asdict(sections[section]()) if section in sections else {}
         before, now = ({**defaults, **(tree.get(section) or {})} for tree in (old, new))
         for key in sorted(set(before) | set(now)):
-            if before.get(key) != now.get(key) and f"{section}.{key}" not in how:
+            if before.get(key) != now.get(key) and f"{section}.{key}" not in HOW:
                 found.append(f"{section}.{key}: {before.get(key)!r} there, {now.get(key)!r} here")
     return found
 
@@ -370,7 +404,7 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield "give optimizer.steps or data.epochs: how long to train"
     if c.data.accumulation >= 1 and c.data.batch_size % c.data.accumulation:
         yield f"data.batch_size={c.data.batch_size} is not a multiple of data.accumulation={c.data.accumulation}"
-    d, b, row_length = c.data, c.objective.block_size, c.row_length
+    d, b, row_length = c.data, c.objective.block, c.row_length
     if not d.packing:
         for name in ("row_length", "noisy_length"):
             if getattr(d, name) is not None:
@@ -420,10 +454,46 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"objective.ar_weight={c.objective.ar_weight} must be at least 0"
     if c.objective.name == "block_diffusion" and c.objective.ar_weight != ObjectiveSection.ar_weight:
         yield f"objective.ar_weight={c.objective.ar_weight} belongs to mars; block_diffusion has one loss: leave it out"
+    yield from _adapter_problems(c)
     if not 0 < c.evaluation.tau <= 1:
         yield f"evaluation.tau={c.evaluation.tau} is outside 0 < tau <= 1"
     if c.evaluation.decode_prompts < 0:
         yield f"evaluation.decode_prompts={c.evaluation.decode_prompts} must be at least 0"
+
+
+def _adapter_problems(c: TrainConfig) -> Iterator[str]:
+    o, a, defaults = c.objective, c.adapter, ObjectiveSection()
+    try:
+        a.of(o)
+    except ValueError as error:
+        yield f"adapter: {error}"
+    if a.rank is None:
+        if o.name == "mtp":
+            yield "objective.name=mtp trains an adapter: set adapter.rank, for example 16"
+        for name in ("alpha", "targets", "gated"):
+            if getattr(a, name) != getattr(AdapterSection(), name):
+                yield f"adapter.{name}={getattr(a, name)} goes with adapter.rank: without one all weights are trained"
+    elif o.name == "sft" and a.gated:
+        yield "objective.name=sft has no masks, which is where a gated adapter acts: set adapter.gated=false"
+    if o.name != "mtp":
+        for name in ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running"):
+            if getattr(o, name) != getattr(defaults, name):
+                yield f"objective.{name}={getattr(o, name)} belongs to objective.name=mtp"
+        return
+    if o.anchors is not None and o.anchors < 1:
+        yield f"objective.anchors={o.anchors} must be at least 1, or null for all"
+    for name in ("consistency", "tv_weight"):
+        if not getattr(o, name) >= 0:
+            yield f"objective.{name}={getattr(o, name)} must be at least 0"
+    if o.ar_weight != defaults.ar_weight:
+        yield f"objective.ar_weight={o.ar_weight} belongs to mars"
+    if o.free_running and not o.sampler:
+        yield "objective.free_running=true is about the sampler, which objective.sampler=false leaves out"
+    if (o.soft_targets or o.tv_weight) and not a.gated:
+        yield (
+            "objective.soft_targets and tv_weight learn from the frozen model, which a plain adapter changes: set "
+            "adapter.gated=true"
+        )
 
 
 def describe() -> str:
@@ -432,7 +502,7 @@ def describe() -> str:
     for section, cls in typing.get_type_hints(TrainConfig).items():
         lines.append(f"{section}:")
         for f in dataclasses.fields(cls):
-            default = f.default if f.default is not dataclasses.MISSING else {}
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
             name = f"{section}.{f.name}={shown}"
             lines.append(f"  {name:<46} {f.metadata['help']}")

@@ -1,7 +1,7 @@
 """Held-out evaluation: loss of each stream, accuracy and calibration by mask offset, tokens per forward."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forw
         model = rebuild(config, params, unroll=unroll)
         if block_size is None:
             _, clean = score_clean(model, batch, None, forward)
-            return everywhere(_clean_sums(batch, batch.weights, clean))
+            return everywhere(clean_sums(batch, batch.weights, clean))
         scored = Scored(batch.weights != 0, batch.weights)
         scores = score_two_streams(
             model, batch, block_size=block_size, noisy_length=noisy_length, clean=scored, noisy=scored, forward=forward
@@ -40,24 +40,24 @@ def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forw
         assert scores.clean is not None
         weights, offsets = (jnp.take_along_axis(x, scores.rows, axis=1) for x in (batch.weights, batch.offsets))
         sums = {
-            **_clean_sums(batch, weights, scores.clean),
+            **clean_sums(batch, weights, scores.clean),
             "mask_numerator": (weights * scores.noisy.cross_entropy).sum(),
-            "mask": _histogram(scores.noisy, jnp.where(weights != 0, offsets, 0), block_size + 1),
+            "mask": histogram(scores.noisy, jnp.where(weights != 0, offsets, 0), block_size + 1),
         }
         return everywhere(sums)
 
     return jax.jit(eval_step, static_argnums=2)
 
 
-def _clean_sums(batch: Any, weights: jax.Array, scores: RowScores) -> dict[str, jax.Array]:
+def clean_sums(batch: Any, weights: jax.Array, scores: RowScores) -> dict[str, jax.Array]:
     return {
         "denominator": batch.denominator.sum(),
         "ar_numerator": (weights * scores.cross_entropy).sum(),
-        "ar": _histogram(scores, (weights != 0).astype(jnp.int32), 1),
+        "ar": histogram(scores, (weights != 0).astype(jnp.int32), 1),
     }
 
 
-def _histogram(scores, offsets: jax.Array, highest: int) -> jax.Array:
+def histogram(scores: RowScores, offsets: jax.Array, highest: int) -> jax.Array:
     """[highest + 1, BINS, fields]: sums over rows; rows of offset 0 do not count."""
     bins = jnp.clip((scores.confidence * BINS).astype(jnp.int32), 0, BINS - 1)
     cells = jnp.where(offsets > 0, offsets * BINS + bins, (highest + 1) * BINS)
@@ -99,9 +99,18 @@ def summarize(totals: dict[str, Any], *, ar_weight: float) -> dict[str, Any]:
 
     `calibration_error` is the expected calibration error over ten bins of confidence:
     Σ_bins (count / all) · |accuracy - confidence|. Block diffusion has its loss alone: rows see what they predict where
-    they are clean, and the masks of a block have no offsets.
+    they are clean, and the masks of a block have no offsets. Of multi-token prediction the loss is that of training,
+    with the ordinary rows' part; `sampler_offsets` are the sampler head's.
     """
     denominator = totals["denominator"]
+    if "rows" in totals:  # multi-token prediction
+        offsets = {name: _by_offset(totals[name]) for name in ("mask", "sampler") if name in totals}
+        return {
+            "loss": float(totals["rows_numerator"] / totals["rows"]),
+            "loss_ar": float(totals["ar_numerator"] / denominator),
+            **{f"{name}_offsets": cells for name, cells in offsets.items()},
+            "ar": _of_cells(totals["ar"][1]),
+        }
     if "ar_numerator" not in totals:
         loss = float(totals["mask_numerator"] / denominator)
         return {"loss": loss, "loss_mask": loss}
@@ -110,11 +119,13 @@ def summarize(totals: dict[str, Any], *, ar_weight: float) -> dict[str, Any]:
     if "mask" in totals:
         result["loss_mask"] = float(totals["mask_numerator"] / denominator)
         result["loss"] = result["loss_mask"] + ar_weight * result["loss_ar"]
-        result["mask_offsets"] = {
-            str(offset): _of_cells(cells) for offset, cells in enumerate(totals["mask"]) if cells[:, 0].sum()
-        }
+        result["mask_offsets"] = _by_offset(totals["mask"])
     result["ar"] = _of_cells(totals["ar"][1])
     return result
+
+
+def _by_offset(table: np.ndarray) -> dict[str, dict[str, float]]:
+    return {str(offset): _of_cells(cells) for offset, cells in enumerate(table) if cells[:, 0].sum()}
 
 
 def _of_cells(cells: np.ndarray) -> dict[str, float]:
@@ -144,24 +155,29 @@ def decode(
     make: Callable[[], Pretrained],
     prompts: Sequence[Sequence[int]],
     *,
-    block_size: int | None,
+    objective: str,
+    block_size: int,
     tau: float,
     max_new_tokens: int,
-    strategy: Literal["mars", "block_diffusion"] = "mars",
     dtype: Any = jnp.float32,
 ) -> dict[str, float]:
-    """Decodes prompts (token ids) and says how many tokens a forward pass gave.
+    """Decodes prompts (token ids) as a model of this objective is, and says how many tokens a forward pass gave; "mtp"
+    without τ, at exactly the model's own answers.
 
-    One token, by definition and without decoding, where a window holds no masks: `block_size` None (no masks) or 1.
+    One token, by definition and without decoding, where a window holds no masks.
     `make` gives the model in the list layout, with arrays of its own in `dtype`: the one copy of the weights that
     decoding holds, let go of on return.
     """
-    if block_size is None or block_size == 1:
+    if objective == "sft" or (objective != "mtp" and block_size == 1):
         return {"tokens_per_forward": 1.0}
     from marsjax.decoding.generator import Generator
 
-    size: dict[str, Any] = {"window" if strategy == "mars" else "diffusion_block": block_size}
-    generator = Generator(make(), strategy=strategy, dtype=dtype, consume=True, **size)
-    results = generator.generate(list(prompts), tau=tau, max_new_tokens=max_new_tokens)
+    strategies: dict[str, dict[str, Any]] = {
+        "mars": {"strategy": "mars", "window": block_size},
+        "block_diffusion": {"strategy": "block_diffusion", "diffusion_block": block_size},
+        "mtp": {"strategy": "comb", "k": block_size},
+    }
+    generator = Generator(make(), dtype=dtype, consume=True, **strategies[objective])
+    results = generator.generate(list(prompts), tau=None if objective == "mtp" else tau, max_new_tokens=max_new_tokens)
     forwards = sum(r.forwards for r in results)
     return {"tokens_per_forward": sum(len(r.ids) for r in results) / max(forwards, 1)}

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
+from marsjax.models.adapters import join
 from marsjax.models.layout import from_params
 from marsjax.parallel.sharding import make_mesh
 from marsjax.text.chat import turn_end_id
@@ -12,7 +14,7 @@ from marsjax.training import setup
 from marsjax.training.checkpoints import Checkpoints
 from marsjax.training.config import ConfigError, TrainConfig, load_config
 from marsjax.training.optimizer import make_optimizer, make_schedule
-from marsjax.training.state import abstract_state
+from marsjax.training.state import abstract_state, parted
 from marsjax.weights import Pretrained, save
 
 
@@ -41,16 +43,30 @@ def export(
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 1))
     like = abstract_state(described.model.config, optimizer, mesh)
     found = checkpoints.restore_params(like, step)
-    model = from_params(described.model.config, found.params)
-    path = target or directory / ("export" if step is None else f"export-{found.step}")
+    # Beside an adapter, shapes stand for the frozen weights, which are not written.
+    frozen = parted(described.model.config, nnx.to_pure_dict(nnx.state(described.model)))[1]
+    model = from_params(described.model.config, join(frozen, found.params))
+    path = Path(target or directory / ("export" if step is None else f"export-{found.step}"))
     out = as_pretrained(config, described, model, turn_end_id(described.tokenizer))
-    return save(out, path, dtype=dtype or config.output.export_dtype), found.step
+    return write(config, out, path, dtype), found.step
+
+
+def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None) -> Path:
+    """The trained weights as a directory: the whole model, or its adapter alone."""
+    dtype = dtype or config.output.export_dtype
+    if out.model.config.adapter is None:
+        return save(out, path, dtype=dtype)
+    from marsjax.weights.adapters import save_adapter
+
+    return save_adapter(
+        out.model, path, base=config.model.source, mask_id=out.mask_id, trained=out.hf_config["marsjax"], dtype=dtype
+    )
 
 
 def as_pretrained(config: TrainConfig, source: Pretrained, model: Any, end_id: int) -> Pretrained:
     """A trained model with what belongs to it: the source's tokenizer and fields, and how to decode it."""
     hf_config, objective = source.hf_config, config.objective
-    if objective.has_masks:  # how to decode: "auto" asks, and other block sizes warn
+    if objective.has_masks or config.adapter.rank is not None:  # how to decode: "auto" asks, and other block sizes warn
         trained = {"block_size": objective.block_size, "objective": objective.name}
         hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), **trained}}
     return Pretrained(model, source.tokenizer, source.generation.with_end(end_id), source.mask_id, hf_config)

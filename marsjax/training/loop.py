@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
+from flax import nnx
 from jax.sharding import Mesh
 
 from marsjax.data.mixture import MixedRows
 from marsjax.models import Decoder
+from marsjax.models.adapters import join
 from marsjax.parallel.ahead import TPU_COMPILER_OPTIONS
 from marsjax.parallel.slices import chip_of
 from marsjax.parallel.start import LateAgreement, agree, is_main, start_processes
@@ -25,15 +27,15 @@ from marsjax.training import evaluate as held_out
 from marsjax.training import setup
 from marsjax.training.checkpoints import Checkpoints, SaveError
 from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, differences
-from marsjax.training.export import as_pretrained
+from marsjax.training.export import as_pretrained, write
 from marsjax.training.metrics import Clock, MetricsWriter, Reporter
 from marsjax.training.objectives import Forward, check_aligned
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.plan import model_flops
-from marsjax.training.state import abstract_state, copy_as_list, new_state, rebuild
+from marsjax.training.state import Params, abstract_state, copy_as_list, new_state, parted, rebuild
 from marsjax.training.step import batch_sharding, make_train_step, place_batch, place_whole
 from marsjax.training.stopping import StopAsked
-from marsjax.weights import Pretrained, save
+from marsjax.weights import Pretrained
 
 _LAST_WAIT = 300.0  # seconds for a checkpoint under way when a process ends in an error
 
@@ -89,7 +91,7 @@ def train(config: TrainConfig) -> TrainResult:
     data = setup.load_data(config, described, mesh)
     run = None
     try:
-        run = _Run(config, directory, setup.load_model(config, mesh), data, forward, mesh)
+        run = _Run(config, directory, setup.load_model(config, mesh, forward.dtype), data, forward, mesh)
         result = run.go()
     except BaseException as error:
         if jax.process_count() > 1:  # now: others may have to be waited for
@@ -157,7 +159,7 @@ class _Run:
         self.config, self.directory, self.data, self.mesh = config, directory, data, mesh
         self.model_config = pretrained.model.config
         self.steps = setup.total_steps(config, data.batches)
-        self.block_size = config.objective.block_size if config.objective.has_masks else None
+        self.block_size = config.objective.block if config.objective.has_masks else None
         self.pretrained, self.dtype = pretrained, forward.dtype
         unroll = config.compute.unroll_layers
         schedule = make_schedule(config.optimizer, self.steps)
@@ -175,6 +177,7 @@ class _Run:
         self.micro_rows = config.data.batch_size // config.data.accumulation
         self.batch_sharding = batch_sharding(mesh, self.micro_rows)
         self.eval_step = setup.make_evaluation(config, self.model_config, forward)
+        self.frozen = parted(self.model_config, nnx.to_pure_dict(nnx.state(pretrained.model)))[1]
         self.state = new_state(pretrained.model, optimizer, config.compute.seed, mesh)
         self.like = abstract_state(self.model_config, optimizer, mesh)
         pretrained.model = None  # type: ignore[assignment]  # its arrays are the state's now, and will be donated
@@ -277,7 +280,7 @@ class _Run:
         since = time.perf_counter()
         batch = place_batch(batch, self.config.data.accumulation, self.micro_rows, self.batch_sharding)
         with jax.set_mesh(self.mesh):
-            self.state, metrics = self.train_step(self.state, batch, target_rows)
+            self.state, metrics = self.train_step(self.state, batch, target_rows, self.frozen)
         if target_rows in self.compiled:
             return metrics, self.compiled[target_rows]
         # A program of its own, whose compilation is no part of the rate.
@@ -315,7 +318,7 @@ class _Run:
         with jax.set_mesh(self.mesh):
             result = held_out.evaluate(
                 self.eval_step,
-                self.state.params,
+                self._params(),
                 self.data.held_out_batches(),
                 block_size=self.block_size,
                 ar_weight=self.config.objective.ar_weight,
@@ -341,14 +344,18 @@ class _Run:
         if not self.data.decode_prompts:
             return {}
         return held_out.decode(
-            lambda: self._as_pretrained(copy_as_list(self.model_config, self.state.params, self.dtype)),
+            lambda: self._as_pretrained(copy_as_list(self.model_config, self._params(), self.dtype)),
             self.data.decode_prompts,
-            block_size=self.block_size,
+            block_size=self.config.objective.block_size,
             tau=section.tau,
             max_new_tokens=section.max_new_tokens,
-            strategy="block_diffusion" if self.config.objective.name == "block_diffusion" else "mars",
+            objective=self.config.objective.name,
             dtype=self.dtype,
         )
+
+    def _params(self) -> Params:
+        """All of the model's."""
+        return join(self.frozen, self.state.params)
 
     def _save(self) -> None:
         host = {"data": self.data.batches.state(), "progress": vars(self.progress)}
@@ -365,11 +372,8 @@ class _Run:
         best = self.progress.best
         if which == "best" and best is not None and best["step"] != int(self.state.step):
             self._read(best["step"])
-        path = save(
-            self._as_pretrained(rebuild(self.model_config, self.state.params)),
-            self.directory / "export",
-            dtype=self.config.output.export_dtype,
-        )
+        model = rebuild(self.model_config, self._params())
+        path = write(self.config, self._as_pretrained(model), self.directory / "export")
         self.reporter.note(f"exported to {path}")
         return path
 
@@ -425,7 +429,15 @@ class _Pending:
             means |= {name: rate for name, rate in self.clock.read().items() if rate}
             self._window.clear()
             run.write(step, "train", means)
-            shown = ("loss", "loss_mask", "loss_ar", "gradient_norm", "tokens_per_second", "utilisation")
+            shown = (
+                "loss",
+                "loss_mask",
+                "loss_ar",
+                "loss_sampler",
+                "gradient_norm",
+                "tokens_per_second",
+                "utilisation",
+            )
             run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
             if not run.progress.evaluated or run.data.held_out is None:
                 run.progress.final = {"step": step, **means}

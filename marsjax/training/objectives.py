@@ -14,6 +14,7 @@ import numpy as np
 
 from marsjax.attention.masks import CLEAN, NOISY, single_stream_rows, stream_rows, two_stream
 from marsjax.models.decoder import Decoder
+from marsjax.models.layers import Gate
 from marsjax.training.attend import Attention, causal_attend, two_stream_attend
 from marsjax.training.losses import DEFAULT_CHUNK_BYTES, RowScores, score_rows
 
@@ -78,11 +79,14 @@ def mars(
 ) -> Sums:
     """L_mask + ar_weight · L_AR from one pass over `[clean | noisy]`.
 
-    `ar_weight` may be traced; the Python number 0 leaves the head of the clean rows out.
+    `ar_weight` may be traced; the Python number 0 leaves the head of the clean rows out, as a gated adapter does, under
+    which L_AR is a constant.
     `noisy_length`: see `score_two_streams`.
     """
     wanted = batch.weights != 0
-    with_ar = not (isinstance(ar_weight, int | float) and ar_weight == 0)
+    adapter = model.config.adapter
+    frozen = adapter is not None and adapter.gated  # then L_AR is a constant
+    with_ar = not (frozen or (isinstance(ar_weight, int | float) and ar_weight == 0))
     scores = score_two_streams(
         model,
         batch,
@@ -105,8 +109,8 @@ def score_clean(model: Decoder, batch: Any, target_rows: int | None, forward: Fo
     stream = single_stream_rows(batch.positions, batch.segments)
     attend = causal_attend(stream, forward.attention, interpret=forward.interpret)
     hidden, _ = model(batch.tokens, positions=batch.positions, attend=attend, dtype=forward.dtype, remat=forward.remat)
-    rows = _target_rows(batch, 1, target_rows)
-    return _head(model, _take(hidden, rows), _take(batch.targets, rows), _all(batch, rows), forward)
+    rows = target_columns(batch, 1, target_rows)
+    return _head(model, take(hidden, rows), take(batch.targets, rows), _all(batch, rows), forward)
 
 
 def score_two_streams(
@@ -130,51 +134,60 @@ def score_two_streams(
     must be a multiple of `block_size` and enough (`TrainBatches.target_rows`); None takes all L.
     """
     length = batch.tokens.shape[1]
-    rows = _target_rows(batch, block_size, noisy_length)
+    rows = target_columns(batch, block_size, noisy_length)
     # Where L is no multiple of B the last block reaches past the end: row L-1 stands there, which predicts nothing, as
     # padding, which nobody sees.
     beyond = rows >= length
     rows = jnp.minimum(rows, length - 1)
-    position = _take(batch.positions, rows)
+    position = take(batch.positions, rows)
     clean_rows = stream_rows(CLEAN, batch.positions, batch.segments, block_size)
-    noisy_rows = stream_rows(NOISY, position, jnp.where(beyond, 0, _take(batch.segments, rows)), block_size)
-    noisy_tokens = batch.noisy if noisy_tokens is None else noisy_tokens
+    noisy_rows = stream_rows(NOISY, position, jnp.where(beyond, 0, take(batch.segments, rows)), block_size)
+    noisy_tokens = take(batch.noisy if noisy_tokens is None else noisy_tokens, rows)
+    is_mask = noisy_tokens != take(batch.tokens, rows)
+    embeddings = model.embed(jnp.concatenate([batch.tokens, noisy_tokens], axis=1), forward.dtype)
+    if model.masks is not None:
+        own = jnp.where(is_mask[..., None], model.masks(0, forward.dtype), embeddings[:, length:])
+        embeddings = jnp.concatenate([embeddings[:, :length], own], axis=1)
     hidden, _ = model(
-        jnp.concatenate([batch.tokens, _take(noisy_tokens, rows)], axis=1),
+        embeddings=embeddings,
         positions=jnp.concatenate([batch.positions, position], axis=1),
         attend=two_stream_attend(
             clean_rows, noisy_rows, block_size, forward.attention, rule, columns=rows, interpret=forward.interpret
         ),
+        gate=Gate(length + rows.shape[1], rows.shape[1], is_mask),
         dtype=forward.dtype,
         remat=forward.remat,
     )
-    of_noisy, targets = hidden[:, length:], _take(batch.targets, rows)
-    noisy = Scored(*(_take(x, rows) for x in noisy))
+    of_noisy, targets = hidden[:, length:], take(batch.targets, rows)
+    noisy = Scored(*(take(x, rows) for x in noisy))
     if clean is None:
         total, scores = _head(model, of_noisy, targets, noisy, forward)
         return TwoStreams(total, None, scores, rows)
-    both = Scored(*(jnp.concatenate([_take(c, rows), n], axis=1) for c, n in zip(clean, noisy, strict=True)))
-    hidden = jnp.concatenate([_take(hidden[:, :length], rows), of_noisy], axis=1)
+    both = Scored(*(jnp.concatenate([take(c, rows), n], axis=1) for c, n in zip(clean, noisy, strict=True)))
+    hidden = jnp.concatenate([take(hidden[:, :length], rows), of_noisy], axis=1)
     total, scores = _head(model, hidden, jnp.concatenate([targets, targets], axis=1), both, forward)
     first, second = (RowScores(*half) for half in zip(*(jnp.split(x, 2, axis=1) for x in scores), strict=True))
     return TwoStreams(total, first, second, rows)
 
 
-def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+def take(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows [N, M] of x [N, L, ...]."""
     return jnp.take_along_axis(x, rows.reshape(*rows.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _all(batch: Any, rows: jax.Array) -> Scored:
-    weights = _take(batch.weights, rows)
+    weights = take(batch.weights, rows)
     return Scored(weights != 0, weights)
 
 
 def _head(model: Decoder, hidden, targets, scored: Scored, forward: Forward) -> tuple[jax.Array, RowScores]:
-    return score_rows(*model.head_kernel, hidden, targets, *scored, chunk_bytes=forward.chunk_bytes)
+    trains = model.config.adapter is None
+    return score_rows(
+        *model.head_kernel, hidden, targets, *scored, train_kernel=trains, chunk_bytes=forward.chunk_bytes
+    )
 
 
-def _target_rows(batch: Any, block_size: int, count: int | None) -> jax.Array:
+def target_columns(batch: Any, block_size: int, count: int | None) -> jax.Array:
     """Columns [N, count] of the runs of `block_size` rows that have a target, then of others; all L where count is
     None. They may reach past L - 1 where L is no multiple of the block size."""
     n, length = batch.weights.shape

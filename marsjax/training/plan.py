@@ -22,7 +22,7 @@ from marsjax.parallel.slices import Slice, parse_slice
 from marsjax.training import setup
 from marsjax.training.config import ConfigError, TrainConfig
 from marsjax.training.optimizer import make_optimizer, make_schedule
-from marsjax.training.state import TrainState, abstract_state
+from marsjax.training.state import Params, TrainState, abstract_frozen, abstract_state
 from marsjax.training.step import batch_sharding, make_train_step
 
 _STEPS = 1000  # of the schedule, which the program does not depend on
@@ -103,7 +103,7 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
     mesh = setup.make_mesh(config, ahead.devices(slice_, slices))
     setup.check_mesh(config, model, mesh)
     noisy = noisy_length(config)
-    traced, state = _trace(config, model, mesh, noisy)
+    traced, state, frozen = _trace(config, model, mesh, noisy)
     data = config.data
     fixed: dict[str, Any] = {
         "slice": slice_,
@@ -116,13 +116,13 @@ def plan(config: TrainConfig, slice_: Slice | None = None) -> Plan:
             "noisy_length": noisy,
         },
         "tokens": data.batch_size * config.row_length,
-        "parameters": _count(state.params),
+        "parameters": _count(state.params) + _count(frozen),
         "flops": flops.count(traced.jaxpr, _kernel_flops(config, model, noisy)),
         "model_flops": model_flops(config, model, mesh, noisy),
     }
     with jax.set_mesh(mesh):
         lowered = traced.lower(lowering_platforms=("tpu",))
-    return _compile(lowered, state_bytes(state), fixed)
+    return _compile(lowered, state_bytes(state, frozen), fixed)
 
 
 def plan_decode(
@@ -241,7 +241,12 @@ def best(plans: list[Plan]) -> Plan | None:
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """The network of a configuration, without reading weights; of a published model, without a network either."""
+    """The network of a configuration with its adapter, without reading weights; of a published model, without a network
+    either."""
+    return dataclasses.replace(_base_config(config), adapter=config.adapter.of(config.objective))
+
+
+def _base_config(config: TrainConfig) -> ModelConfig:
     source = config.model.source
     if source is None:
         try:
@@ -266,10 +271,9 @@ def model_flops(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int)
     return flops.count(_trace(kept, model, mesh, noisy)[0].jaxpr, _kernel_flops(config, model, noisy))
 
 
-def state_bytes(state: TrainState) -> dict[str, float]:
+def state_bytes(state: TrainState, frozen: Params = {}) -> dict[str, float]:  # noqa: B006
     """Bytes a chip of weights and of moments, from where they lie."""
-
-    return {"parameters": _bytes(state.params), "moments": _bytes(state.opt_state)}
+    return {"parameters": _bytes(state.params) + _bytes(frozen), "moments": _bytes(state.opt_state)}
 
 
 def _bytes(tree: Any) -> float:
@@ -282,11 +286,12 @@ def _count(tree: Any) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> tuple[Any, TrainState]:
-    """(the traced step, its state) with shapes in place of arrays."""
+def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> tuple[Any, TrainState, Params]:
+    """(the traced step, its state, what is frozen) with shapes in place of arrays."""
     schedule = make_schedule(config.optimizer, config.optimizer.steps or _STEPS)
     optimizer = make_optimizer(config.optimizer, schedule)
-    objective = setup.make_objective(config, setup.make_forward(config, "tpu"))
+    forward = setup.make_forward(config, "tpu")
+    objective = setup.make_objective(config, forward)
     step: Any = make_train_step(model, objective, optimizer, schedule, mesh=mesh, unroll=config.compute.unroll_layers)
     rows, length = config.data.batch_size // config.data.accumulation, config.row_length
     place = batch_sharding(mesh, rows)
@@ -297,9 +302,9 @@ def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> t
     dtypes = {"weights": jnp.float32, "denominator": jnp.float32}
     shapes = {"denominator": ()}
     batch = Batch(*(array(dtypes.get(f, jnp.int32), *shapes.get(f, (length,))) for f in Batch._fields))
-    state = abstract_state(model, optimizer, mesh)
+    state, frozen = abstract_state(model, optimizer, mesh), abstract_frozen(model, forward.dtype, mesh)
     with jax.set_mesh(mesh):
-        return step.trace(state, batch, noisy), state
+        return step.trace(state, batch, noisy, frozen), state, frozen
 
 
 def _kernel_flops(config: TrainConfig, model: ModelConfig, noisy: int) -> flops.Kernel:

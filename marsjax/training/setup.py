@@ -20,13 +20,14 @@ from marsjax.data.packing import Packing, pack
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
 from marsjax.data.sources import DataError, open_source
 from marsjax.models import Decoder, ModelConfig, abstract
+from marsjax.models.adapters import attach
 from marsjax.models.layout import from_params
 from marsjax.parallel import sharding
 from marsjax.parallel.slices import parse_slice
 from marsjax.parallel.start import agree, barrier, is_main, texts_of_all
 from marsjax.text.chat import render_prompt, same_day, turn_end_id
 from marsjax.text.mask_token import ensure_mask_token
-from marsjax.training import block_diffusion
+from marsjax.training import block_diffusion, mtp
 from marsjax.training.config import ConfigError, ModelSection, TrainConfig
 from marsjax.training.evaluate import EvalStep, held_out_prompts, make_eval_step
 from marsjax.training.objectives import Forward, mars, sft
@@ -141,20 +142,39 @@ def check_mesh(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> None:
         raise ConfigError(str(error)) from None
 
 
-def load_model(config: TrainConfig, mesh: Mesh) -> Pretrained:
-    """The model to train, layers stacked, in float32, on the mesh; with a mask token if the objective needs one."""
-    with_mask = config.objective.has_masks
+def load_model(config: TrainConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Pretrained:
+    """The model to train, layers stacked, in float32, on the mesh; with a mask token if the objective needs one. Under
+    an adapter, which is float32, the frozen weights have `dtype`."""
+    adapter, with_mask = config.adapter.of(config.objective), _needs_mask_token(config)
     if config.model.source is not None:
-        return load(config.model.source, layout="stacked", dtype=jnp.float32, mesh=mesh, with_mask_token=with_mask)
-    return new_model(config.model, mesh, with_mask_token=with_mask)
+        dtype = jnp.float32 if adapter is None else dtype
+        found = load(config.model.source, layout="stacked", dtype=dtype, mesh=mesh, with_mask_token=with_mask)
+    else:
+        found = new_model(config.model, mesh, with_mask_token=with_mask)
+    if adapter is None:
+        return found
+    return dataclasses.replace(found, model=attach(found.model, adapter, seed=config.model.init_seed, mesh=mesh))
 
 
 def describe_model(config: TrainConfig) -> Pretrained:
     """As `load_model`, with shapes in place of weights."""
-    with_mask = config.objective.has_masks
+    with_mask = _needs_mask_token(config)
     if config.model.source is not None:
-        return load(config.model.source, layout="stacked", with_mask_token=with_mask, weights=False)
-    return new_model(config.model, None, with_mask_token=with_mask)
+        found = load(config.model.source, layout="stacked", with_mask_token=with_mask, weights=False)
+    else:
+        found = new_model(config.model, None, with_mask_token=with_mask)
+    adapter = config.adapter.of(config.objective)
+    if adapter is None:
+        return found
+    if found.model.config.adapter is not None:
+        raise ConfigError(f"model.source={config.model.source} has an adapter already")
+    described = dataclasses.replace(found.model.config, adapter=adapter)
+    return dataclasses.replace(found, model=nnx.merge(*abstract(described)))
+
+
+def _needs_mask_token(config: TrainConfig) -> bool:
+    """An adapter brings an embedding of masks with it, and leaves the model's table as it is."""
+    return config.objective.has_masks and config.adapter.rank is None
 
 
 def new_model(section: ModelSection, mesh: Mesh | None, *, with_mask_token: bool) -> Pretrained:
@@ -163,7 +183,7 @@ def new_model(section: ModelSection, mesh: Mesh | None, *, with_mask_token: bool
     tokenizer = _tokenizer(str(section.tokenizer))
     known = max(tokenizer.get_vocab().values()) + 1
     fields = {"vocab_size": -(-(known + 1) // 64) * 64, **(section.init or {})}
-    names = {f.name for f in dataclasses.fields(ModelConfig)}
+    names = {f.name for f in dataclasses.fields(ModelConfig)} - {"adapter"}
     if unknown := sorted(set(fields) - names):
         raise ConfigError(f"model.init: unknown {', '.join(unknown)}; known are {', '.join(sorted(names))}")
     try:
@@ -229,12 +249,15 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
         raise ConfigError(
             f"data.length={section.length} is beyond the model's {limit} positions; lower it to at most {limit}"
         )
-    mask_id = pretrained.mask_id if config.objective.has_masks else None
+    mask_id = None
+    if config.objective.name in ("mars", "block_diffusion"):
+        # Without a token of its own a mask has an embedding in the adapter, and is no id of the table.
+        mask_id = pretrained.model.config.vocab_size if pretrained.mask_id is None else pretrained.mask_id
     end_id = turn_end_id(tokenizer)
     form = BatchFormat(
         batch_size=section.batch_size,
         length=config.row_length,
-        block_size=config.objective.block_size,
+        block_size=config.objective.block,
         mask_id=mask_id,
         end_id=end_id,
         pad_id=pretrained.generation.pad_id or 0,
@@ -264,7 +287,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
         seed=section.seed,
         epochs=section.epochs,
         packing=packing,
-        target_block=None if config.objective.has_masks else 1,
+        target_block=config.objective.block,
         local=local_rows(batch_sharding(mesh, micro_rows), accumulation, micro_rows)
         if jax.process_count() > 1
         else None,
@@ -351,21 +374,29 @@ def make_forward(config: TrainConfig, platform: str) -> Forward:
 
 
 def make_objective(config: TrainConfig, forward: Forward) -> Objective:
-    if config.objective.name == "sft":
-        return lambda model, batch, key, noisy_length: sft(model, batch, target_rows=noisy_length, forward=forward)
     section = config.objective
+    if section.name == "sft":
+        return Objective(lambda model, batch, rows: sft(model, batch, target_rows=rows, forward=forward))
     if section.name == "block_diffusion":
-        return lambda model, batch, key, noisy_length: block_diffusion.block_diffusion(
-            model, batch, key, block_size=section.block_size, noisy_length=noisy_length, forward=forward
+        size = section.block_size
+
+        def draw(batch, key, rows):
+            return batch, *block_diffusion.draw_masks(key, batch, size)
+
+        return Objective(
+            lambda model, drawn, rows: block_diffusion.loss_of_masks(
+                model, *drawn, block_size=size, noisy_length=rows, forward=forward
+            ),
+            draw,
         )
-    return lambda model, batch, key, noisy_length: mars(
-        model,
-        batch,
-        block_size=section.block_size,
-        ar_weight=section.ar_weight,
-        noisy_length=noisy_length,
-        forward=forward,
-    )
+    if section.name == "mtp":
+        choices = multi_token_options(config)
+        return Objective(
+            lambda model, drawn, rows: mtp.multi_token(model, drawn, rows, choices, forward),
+            lambda batch, key, rows: mtp.draw(batch, key, rows, choices),
+        )
+    options: dict[str, Any] = {"block_size": section.block_size, "ar_weight": section.ar_weight, "forward": forward}
+    return Objective(lambda model, batch, rows: mars(model, batch, noisy_length=rows, **options))
 
 
 def make_evaluation(config: TrainConfig, model_config: ModelConfig, forward: Forward) -> EvalStep:
@@ -375,5 +406,13 @@ def make_evaluation(config: TrainConfig, model_config: ModelConfig, forward: For
         return block_diffusion.make_eval_step(
             model_config, block_size=section.block_size, forward=forward, unroll=unroll
         )
+    if section.name == "mtp":
+        return mtp.make_eval_step(model_config, options=multi_token_options(config), forward=forward, unroll=unroll)
     block_size = section.block_size if section.has_masks else None
     return make_eval_step(model_config, block_size=block_size, forward=forward, unroll=unroll)
+
+
+def multi_token_options(config: TrainConfig) -> mtp.MultiToken:
+    o = config.objective
+    names = ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running")
+    return mtp.MultiToken(o.block_size, **{name: getattr(o, name) for name in names})

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from marsjax.models import Decoder, ModelConfig, abstract
+from marsjax.models.adapters import split
 from marsjax.models.layout import from_params, layers_to_list
 from marsjax.parallel.sharding import spec
 
@@ -19,18 +20,26 @@ Params = dict[str, Any]  # nested dict of arrays, layers stacked: the tree of nn
 class TrainState(NamedTuple):
     """A pytree, donated to each step."""
 
-    params: Params  # float32 master weights
+    params: Params  # float32 master weights of what is trained
     opt_state: Any
     step: jax.Array  # int32 scalar: updates done
     key: jax.Array  # typed PRNG key of what objectives draw
 
 
+def parted(config: ModelConfig, params: Params) -> tuple[Params, Params]:
+    """(what is trained, what is frozen): all and {}, or an adapter and its decoder."""
+    if config.adapter is None:
+        return params, {}
+    frozen, trained = split(params)
+    return trained, frozen
+
+
 def new_state(model: Decoder, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """The state at step 0 of a decoder with stacked layers, whose weights lie on `mesh`. Takes the model's arrays: do
-    not use it afterwards."""
+    """The state at step 0 of a decoder with stacked layers, whose weights lie on `mesh`. Takes the arrays of what is
+    trained: do not use the model afterwards."""
     if model.layout != "stacked":
         raise ValueError("training needs the stacked layout; see marsjax.models.to_stacked")
-    params = nnx.to_pure_dict(nnx.state(model))
+    params = parted(model.config, nnx.to_pure_dict(nnx.state(model)))[0]
     places = shardings(abstract_state(model.config, optimizer), model.config, mesh)
 
     def begin(params):
@@ -43,7 +52,7 @@ def abstract_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
     """Shapes and dtypes of a run's state; with a mesh, where each array lies on it."""
-    params = nnx.to_pure_dict(abstract(config)[1])
+    params = parted(config, nnx.to_pure_dict(abstract(config)[1]))[0]
     key = jax.eval_shape(lambda: jax.random.key(0))
     step: Any = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(params, jax.eval_shape(optimizer.init, params), step, key)
@@ -53,8 +62,16 @@ def abstract_state(
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
 
 
-def shardings(state: TrainState, config: ModelConfig, mesh: Mesh) -> TrainState:
-    """Where each array of a state lies: weights by the rules table, moments with their weight, the rest everywhere."""
+def abstract_frozen(config: ModelConfig, dtype: Any, mesh: Mesh) -> Params:
+    """Shapes of the parameters that are not trained, in `dtype`, and where each lies."""
+    frozen = parted(config, nnx.to_pure_dict(abstract(config, param_dtype=dtype)[1]))[1]
+    places = shardings(frozen, config, mesh)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), frozen, places)
+
+
+def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
+    """Where each array of a state, or of a tree of parameters, lies: weights by the rules table, moments with their
+    weight, the rest everywhere."""
     axes = logical_axes(config)
 
     def place(path, x):

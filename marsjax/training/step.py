@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,29 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from marsjax.models import ModelConfig
+from marsjax.models import Decoder, ModelConfig
+from marsjax.models.adapters import join
 from marsjax.parallel.sharding import RULES, batch_axes
 from marsjax.training.objectives import Sums
 from marsjax.training.state import Params, TrainState, abstract_state, rebuild, shardings
 
-Objective = Callable[..., Sums]  # (model, batch, key, noisy_length) → Sums
 Metrics = dict[str, jax.Array]
+
+
+def _as_it_is(batch: Any, key: jax.Array, target_rows: int | None) -> Any:
+    return batch
+
+
+class Objective(NamedTuple):
+    """What a step minimises.
+
+    loss: (model, microbatch, target_rows) → Sums.
+    draw: (batch, key, target_rows) → what `loss` gets as microbatches: whatever is random, or counts rows of the whole
+    batch, so that it does not depend on how the batch is cut. Leaves before and after are [A, N, ...].
+    """
+
+    loss: Callable[[Decoder, Any, int | None], Sums]
+    draw: Callable[[Any, jax.Array, int | None], Any] = _as_it_is
 
 
 def make_train_step(
@@ -28,8 +44,9 @@ def make_train_step(
     mesh: Mesh,
     unroll: bool = False,
     compiler_options: dict[str, Any] | None = None,
-) -> Callable[[TrainState, Any, int | None], tuple[TrainState, Metrics]]:
-    """step(state, batch, noisy_length) → (state, metrics). The given state is donated; metrics stay on the devices.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """step(state, batch, noisy_length, frozen) → (state, metrics). The given state is donated; metrics stay on the
+    devices. `frozen`: the parameters that are not trained, {} where all are (`marsjax.training.state.parted`).
 
     Leaves of `batch` are [A, N, ...]: A microbatches, whose numerators, denominators and gradients of numerators are
     added and divided once. `noisy_length` is static. A batch without anything supervised has loss 0 and gradients 0.
@@ -37,31 +54,29 @@ def make_train_step(
     """
     places = shardings(abstract_state(config, optimizer), config, mesh)
 
-    def numerator(params: Params, batch: Any, key: jax.Array, noisy_length: int | None):
-        sums = objective(rebuild(config, params, unroll=unroll), batch, key, noisy_length)
-        return sums.numerator, sums
+    def step(state: TrainState, batch: Any, noisy_length: int | None, frozen: Params = {}):  # noqa: B006
+        key, for_draw = jax.random.split(state.key)
+        drawn = objective.draw(batch, for_draw, noisy_length)
 
-    def step(state: TrainState, batch: Any, noisy_length: int | None):
-        key, drawn = jax.random.split(state.key)
-        accumulation = batch.tokens.shape[0]
+        def numerator(params: Params, microbatch: Any):
+            model = rebuild(config, join(frozen, params), unroll=unroll)
+            sums = objective.loss(model, microbatch, noisy_length)
+            return sums.numerator, sums
 
-        def one(microbatch, key):
-            (_, sums), gradients = jax.value_and_grad(numerator, has_aux=True)(
-                state.params, microbatch, key, noisy_length
-            )
+        def one(microbatch):
+            (_, sums), gradients = jax.value_and_grad(numerator, has_aux=True)(state.params, microbatch)
             # Each device keeps the sum of its own part only, also between microbatches.
             return sums, jax.lax.with_sharding_constraint(gradients, places.params)
 
-        keys = jax.random.split(drawn, accumulation)
-        if accumulation == 1:
-            sums, gradients = one(jax.tree.map(lambda x: x[0], batch), keys[0])
+        if batch.tokens.shape[0] == 1:
+            sums, gradients = one(_first(drawn))
         else:
-            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *_first((batch, keys))))
+            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, _first(drawn)))
 
-            def add(total, slice_):
-                return jax.tree.map(jnp.add, total, one(*slice_)), None
+            def add(total, microbatch):
+                return jax.tree.map(jnp.add, total, one(microbatch)), None
 
-            (sums, gradients), _ = jax.lax.scan(add, zero, (batch, keys))
+            (sums, gradients), _ = jax.lax.scan(add, zero, drawn)
         # The one division. Where nothing counts, numerators and their gradients are exactly 0 already.
         scale = 1 / jnp.where(sums.denominator > 0, sums.denominator, 1)
         gradients = jax.tree.map(lambda g: g * scale, gradients)

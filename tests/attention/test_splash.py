@@ -48,6 +48,16 @@ def compaction(length, noisy, block_size, rng):
     return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1).astype(np.int32)
 
 
+def columns_of_clean(length, noisy, block_size):
+    """(clean rows, noisy rows, their columns) of a compact stream."""
+    positions, segments = packed(length, block_size, (37, 1, 50, 9), (101,))
+    rng = np.random.default_rng(1)
+    columns = np.stack([compaction(length, noisy, block_size, rng) for _ in segments])
+    of_noisy = (np.take_along_axis(x, columns, 1) for x in (positions, segments))
+    clean = stream_rows(CLEAN, positions, segments, block_size)
+    return clean, stream_rows(NOISY, *of_noisy, block_size), columns
+
+
 def values_and_gradients(attend, inputs, weights):
     def total(q, k, v):
         out = attend(q, k, v)
@@ -93,13 +103,10 @@ CASES = {
 )
 def test_two_stream_equals_dense(case, rule):
     length, noisy, block_size, heads, tiles = CASES[case]
-    positions, segments = packed(length, block_size, (37, 1, 50, 9), (101,))
-    rng = np.random.default_rng(1)
-    columns = np.stack([compaction(length, noisy, block_size, rng) for _ in segments])
-    of_noisy = [np.take_along_axis(x, columns, 1) for x in (positions, segments)]
-    rows = joined(stream_rows(CLEAN, positions, segments, block_size), stream_rows(NOISY, *of_noisy, block_size))
+    clean, of_noisy, columns = columns_of_clean(length, noisy, block_size)
+    rows = joined(clean, of_noisy)
     attend = splash.two_stream_attend(
-        *(jnp.asarray(x) for x in (segments, of_noisy[1], columns)),
+        *(jnp.asarray(x) for x in (clean.segment, of_noisy.segment, columns)),
         block_size, rule=rule, tiles=tiles, interpret=True,
     )  # fmt: skip
     assert_equal(attend, dense_mask(rule, rows), length + noisy, *heads)
@@ -159,6 +166,55 @@ def _later_masks(query, key):
 def _other_anchors(query, key):
     both = query.stream & key.stream
     return multi_token(query._replace(block=query.block * (1 - both)), key._replace(block=key.block * (1 - both)))
+
+
+BEHIND = {
+    "masks": (multi_token, masks_behind(120, 4, 60), 4, (4, 2, 64), Tiles(128, 128)),
+    "masks, tiles that differ": (multi_token, masks_behind(128, 8, 33), 8, (2, 1, 64), Tiles(128, 256, 256, 128)),
+    "masks, one backward kernel": (multi_token, masks_behind(150, 2, 90), 2, (2, 2, 64), Tiles(128, 128, fused=True)),
+    "a compact stream": (two_stream, columns_of_clean(256, 128, 8), 8, (2, 1, 64), None),
+}
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("case", BEHIND)
+def test_behind_equals_dense(case, constant):
+    """The noisy rows alone, to the keys and values of a pass before; their gradients are 0 where those are constant."""
+    rule, (clean, noisy, columns), block_size, (heads, kv_heads, head_dim), tiles = BEHIND[case]
+    length, count = clean.segment.shape[1], columns.shape[1]
+    mask = dense_mask(rule, noisy, joined(clean, noisy))
+    attend = splash.behind_attend(
+        *(jnp.asarray(x) for x in (clean.segment, noisy.segment, columns)),
+        block_size, rule=rule, constant=constant, tiles=tiles, interpret=True,
+    )  # fmt: skip
+
+    def kernel_attend(q, k, v):
+        state = k[:, :length], v[:, :length]
+        mixed, after = attend(q, k[:, length:], v[:, length:], state)
+        assert after is state
+        return mixed
+
+    def dense_attend(q, k, v):
+        if constant:
+            k, v = (jnp.concatenate([jax.lax.stop_gradient(x[:, :length]), x[:, length:]], axis=1) for x in (k, v))
+        return dense.attend(q, k, v, mask)
+
+    sizes = (count, heads), (length + count, kv_heads), (length + count, kv_heads)
+    rng = np.random.default_rng(0)
+    inputs = [rng.normal(size=(2, *size, head_dim)).astype(np.float32) for size in sizes]
+    weights = rng.normal(size=inputs[0].shape).astype(np.float32)
+    want, got = (values_and_gradients(attend, inputs, weights) for attend in (dense_attend, kernel_attend))
+    for name, g, w in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert np.abs(want[2][:, :length]).max() == 0 if constant else np.abs(want[2][:, :length]).max() > 0.1
+
+
+def test_constant_keys_cost_no_backward_pass():
+    layout, tiles = Layout(512, 1024, 4, anchored=True), Tiles(128, 128)
+    (_, of_q, of_keys), (_, same, fewer) = (splash._schedules(layout, tiles, 512, c) for c in (False, True))
+    of_clean, own = 4 * 3 + 4 * 4, 8
+    assert [(x.block_mask > 0).sum() for x in (of_q, of_keys, same, fewer)] == [*[of_clean + own] * 3, own]
+    assert fewer.block_mask.shape == (1, 1, 12)  # steps of the grid: one a tile of keys
 
 
 def test_another_mask_is_noticed():
@@ -288,7 +344,7 @@ def test_no_needed_tile_is_missed(length, noisy, block_size, block_q, block_kv, 
 
 @pytest.mark.parametrize(("block_q", "block_kv"), [(128, 128), (128, 256), (256, 128)])
 @pytest.mark.parametrize(
-    ("length", "anchors", "k"), [(512, 256, 4), (512, 512, 1), (700, 300, 2), (512, 90, 8), (300, 200, 3), (1024, 8, 8)]
+    ("length", "anchors", "k"), [(513, 256, 4), (512, 512, 1), (700, 300, 2), (512, 90, 8), (300, 200, 3), (1024, 8, 8)]
 )
 def test_no_tile_of_masks_is_missed(length, anchors, k, block_q, block_kv):
     """And none is visited that no choice of anchors needs, in one document."""
@@ -370,14 +426,23 @@ def test_no_square_in_the_program():
 ON_A_MESH = """
 import jax, jax.numpy as jnp, numpy as np
 from marsjax.attention import splash
+from marsjax.attention.masks import multi_token
 
 segments = jnp.broadcast_to(jnp.repeat(jnp.array([1, 2, 0], jnp.int32), jnp.array([90, 20, 18])), (4, 128))
 columns = jnp.broadcast_to(jnp.arange(128), (4, 128))
 attend = splash.two_stream_attend(segments, segments, columns, 4, interpret=True)
+anchors = jnp.repeat(columns[:, ::2], 2, axis=1)
+behind = splash.behind_attend(segments, jnp.repeat(segments[:, ::2], 2, axis=1), anchors, 2, rule=multi_token,
+                              constant=True, interpret=True)
 q, k, v = (jax.random.normal(jax.random.key(i), (4, 256, h, 64)) for i, h in enumerate((4, 2, 2)))
 
+def total(q, k, v):
+    first = attend(q, k, v, None)[0]
+    masks = behind(first[:, 128:], k[:, 128:], v[:, 128:], (k[:, :128], v[:, :128]))[0]
+    return (first**2).sum() + (masks**2).sum()
+
 def run(q, k, v):
-    return jax.value_and_grad(lambda *x: (attend(*x, None)[0] ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+    return jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
 
 want = jax.jit(run)(q, k, v)
 mesh = jax.make_mesh((2, 2, 2), ("slice", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,12 +17,12 @@ import numpy as np
 import optax
 
 from marsjax.parallel.sharding import make_mesh
-from marsjax.training.block_diffusion import block_diffusion
-from marsjax.training.config import OptimizerSection
-from marsjax.training.objectives import Forward, mars, sft
+from marsjax.training import setup
+from marsjax.training.config import ObjectiveSection, OptimizerSection
+from marsjax.training.objectives import Forward
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import new_state
-from marsjax.training.step import batch_sharding, make_train_step, place_batch
+from marsjax.training.step import Objective, batch_sharding, make_train_step, place_batch
 from marsjax.weights import load
 
 _spec = importlib.util.spec_from_file_location("helpers", Path(__file__).parents[1] / "training" / "conftest.py")
@@ -64,13 +65,9 @@ def batches(steps: int):
         yield helpers.documents_to_batch(rows, length=LENGTH, block_size=BLOCK)
 
 
-def make_objective(name: str, forward: Forward):
-    if name == "sft":
-        return lambda model, batch, key, rows: sft(model, batch, target_rows=rows, forward=forward)
-    options = {"block_size": BLOCK, "forward": forward}
-    if name == "mars":
-        return lambda model, batch, key, rows: mars(model, batch, noisy_length=rows, **options)
-    return lambda model, batch, key, rows: block_diffusion(model, batch, key, noisy_length=rows, **options)
+def make_objective(name: str, forward: Forward) -> Objective:
+    section = ObjectiveSection(name=name, block_size=BLOCK)
+    return setup.make_objective(SimpleNamespace(objective=section), forward)
 
 
 def run(name: str, mesh: dict, accumulation: int = 1, attention: str = "blocks", steps: int = STEPS) -> dict:

@@ -15,7 +15,7 @@ from marsjax.training.config import OptimizerSection, load_config
 from marsjax.training.objectives import Forward, mars
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import new_state
-from marsjax.training.step import batch_sharding, make_train_step, place_batch
+from marsjax.training.step import Objective, batch_sharding, make_train_step, place_batch
 
 MESH = make_mesh(fsdp=1)
 STEPS, DOCUMENTS, LENGTH, BLOCK = 24, 8, 12, 4
@@ -39,12 +39,12 @@ def curve(tiny, make):
     """options → losses [STEPS] float64 and gradient norms; `packed`: rows of two documents instead of one."""
 
     def run(*, forward=KEEP_ALL, optimizer=PLAIN, accumulation=1, packed=False):
-        def objective(model, batch, key, noisy_length):
+        def loss(model, batch, noisy_length):
             return mars(model, batch, block_size=BLOCK, noisy_length=noisy_length, forward=forward)
 
         schedule = make_schedule(optimizer, STEPS)
         made = make_optimizer(optimizer, schedule)
-        step = make_train_step(tiny.config, objective, made, schedule, mesh=MESH)
+        step = make_train_step(tiny.config, Objective(loss), made, schedule, mesh=MESH)
         # A copy, for steps donate; on the mesh, or the second step would be another program.
         params = jax.device_put(jax.tree.map(jnp.array, tiny.params), NamedSharding(MESH, PartitionSpec()))
         state = new_state(tiny.build(params), made, 0, MESH)

@@ -11,7 +11,7 @@ from marsjax.training.config import OptimizerSection
 from marsjax.training.objectives import mars
 from marsjax.training.optimizer import decays, make_optimizer, make_schedule
 from marsjax.training.state import TrainState, new_state
-from marsjax.training.step import batch_sharding, make_train_step, place_batch
+from marsjax.training.step import Objective, batch_sharding, make_train_step, place_batch
 
 MESH = make_mesh(fsdp=1)
 
@@ -21,7 +21,7 @@ def place(batch, accumulation):
     return place_batch(batch, accumulation, rows, batch_sharding(MESH, rows))
 
 
-def objective(model, batch, key, noisy_length):
+def loss(model, batch, noisy_length):
     return mars(model, batch, block_size=4, noisy_length=noisy_length)
 
 
@@ -35,7 +35,7 @@ def trainer(tiny):
     section = OptimizerSection(learning_rate=3e-3, warmup=2, weight_decay=0.1, clip_norm=0.5, b2=0.99)
     schedule = make_schedule(section, 6)
     optimizer = make_optimizer(section, schedule)
-    return section, optimizer, make_train_step(tiny.config, objective, optimizer, schedule, mesh=MESH)
+    return section, optimizer, make_train_step(tiny.config, Objective(loss), optimizer, schedule, mesh=MESH)
 
 
 def learning_rate(section, steps, warmup, i):
@@ -59,9 +59,7 @@ def test_three_steps_equal_numpy(tiny, make, trainer):
     section, optimizer, step = trainer
     batch = make.batch([make.documents(seed, [9 + seed % 4]) for seed in range(1, 5)], length=12, block_size=4)
     state = fresh(tiny, optimizer)
-    gradient = jax.jit(
-        jax.grad(lambda p: objective(tiny.build(p), batch, None, None).numerator / batch.denominator.sum())
-    )
+    gradient = jax.jit(jax.grad(lambda p: loss(tiny.build(p), batch, None).numerator / batch.denominator.sum()))
 
     flat, tree = jax.tree.flatten(jax.tree.map(lambda x: np.asarray(x, np.float64), tiny.params))
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(tiny.params)[0]]
