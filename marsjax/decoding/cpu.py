@@ -40,6 +40,14 @@ def unembed(model: Decoder, hidden: jax.Array) -> jax.Array:
     return multiply(hidden, [table], jnp.float32)
 
 
+def head_rows(head: "JointLinear", ids: jax.Array) -> jax.Array:
+    """Of the last matrix, those [..., D] that give the logits of `ids` [...]."""
+    size = head.parts[0].shape[0]
+    found = [part[...].at[ids - i * size].get(mode="clip") for i, part in enumerate(head.parts)]
+    whose = (ids // size)[..., None]
+    return jnp.select([whose == i for i in range(len(found))], found)
+
+
 class CpuAttention(Attention):
     def __init__(self, attn: Attention, consume: bool):
         self.qkv = JointLinear([attn.q, attn.k, attn.v], consume)

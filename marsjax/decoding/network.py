@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marsjax.decoding import cache, cpu
 from marsjax.models import Decoder, ModelConfig, to_list
-from marsjax.models.layers import Gate
+from marsjax.models.layers import Gate, Linear
 from marsjax.models.layout import abstract as abstract_decoder
 from marsjax.parallel.sharding import shardings
 
@@ -64,6 +64,19 @@ class DecoderNetwork:
     def unembed(self, params, hidden):
         model = self._model(params)
         return cpu.unembed(model, hidden) if self.for_cpu else model.unembed(hidden)
+
+    def sample(self, params, before, hidden):
+        model = self._model(params)
+        assert model.sampler is not None
+        return model.sampler(model.embed(before, self.dtype), hidden)
+
+    def unembed_some(self, params, hidden, ids):
+        model = self._model(params)
+        if model.head is None:
+            rows = model.embed(ids, hidden.dtype)
+        else:
+            rows = (cpu.head_rows if self.for_cpu else _head_rows)(cast(Any, model.head), ids).astype(hidden.dtype)
+        return jnp.einsum("nd,ncd->nc", hidden, rows, preferred_element_type=jnp.float32)
 
     def commit(self, old, slots, first, entries, cursor, writes):
         def run(old, slots, first, cursor, writes):
@@ -142,6 +155,11 @@ def abstract(config: ModelConfig, dtype: Any, mesh: Mesh) -> tuple[DecoderNetwor
     places = jax.tree.leaves(shardings(state, mesh))
     params = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p) for x, p in zip(leaves, places, strict=True))
     return DecoderNetwork(config, graphdef, treedef, jnp.dtype(dtype), False, mesh), params
+
+
+def _head_rows(head: Linear, ids: jax.Array) -> jax.Array:
+    """Of the last matrix, those [..., D] that give the logits of `ids` [...]."""
+    return jnp.moveaxis(jnp.take(head.kernel[...], ids, axis=1), 0, -1)
 
 
 def _on_one_cpu(array: Any) -> bool:

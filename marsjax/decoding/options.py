@@ -37,6 +37,10 @@ class Options:
         the prompt, its last embeddings, a sample of the embedding table, or zero.
       probe_lambda: how far probing masks move to each new token; 0.1 by default.
       probe_velocity: memory of the probing masks' velocity, just below 1; by default they have none.
+      sampler: guess with the sampler head of a model that has one, each token knowing the one before it (chain, comb,
+        tree); by default yes.
+      sampler_candidates: of each mask's own likeliest tokens the sampler head looks at so many, 64 by default; 0: at
+        the whole vocabulary, which costs a product of the vocabulary's size for every mask.
       draft_window: predictions a forward pass of the draft model (speculative), if that is a MARS model; 1 by default.
       cache_block: positions of a block of the paper's cache (block); 32 by default.
       diffusion_block: positions of a block (block_diffusion); by default the block size of training.
@@ -53,6 +57,8 @@ class Options:
     probe: Begin | None = None
     probe_lambda: Annotated[float | None, arg(aliases=["--lambda"])] = None
     probe_velocity: float | None = None
+    sampler: bool | None = None
+    sampler_candidates: int | None = None
     draft_window: int | None = None
     cache_block: int | None = None
     diffusion_block: int | None = None
@@ -92,6 +98,13 @@ class Options:
         for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block", "diffusion_block"):
             if getattr(self, option) is not None and positive(option, getattr(self, option)) > MOST_SLOTS:
                 raise ValueError(f"{option} must be at most {MOST_SLOTS}, got {getattr(self, option)}")
+        if self.sampler not in (None, True, False):
+            raise ValueError(f"sampler must be true or false, got {self.sampler!r}")
+        if (count := self.sampler_candidates) is not None:
+            if count != 0 or isinstance(count, bool):
+                positive("sampler_candidates", count)
+            if self.sampler is False:
+                raise ValueError("sampler_candidates are of the sampler head, which sampler=False leaves out")
         _fraction("followers", self.followers)
         _fraction("probe_lambda", self.probe_lambda)
         _fraction("probe_velocity", self.probe_velocity)
@@ -108,6 +121,8 @@ OWNERS = {
     "probe": ("chain", "comb", "tree"),
     "probe_lambda": ("chain", "comb", "tree"),
     "probe_velocity": ("chain", "comb", "tree"),
+    "sampler": ("chain", "comb", "tree"),
+    "sampler_candidates": ("chain", "comb", "tree"),
     "draft_window": ("speculative",),
     "cache_block": ("block",),
     "diffusion_block": ("block_diffusion",),

@@ -28,6 +28,23 @@ def greedy(logits: jax.Array) -> jax.Array:
     return block * size + _first(within == top)
 
 
+def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest `count` along the last axis, falling, and their ids [..., count] int32; ties: the lower id first.
+
+    `jax.lax.top_k`, which on a CPU takes 20 ms for each row of a vocabulary, of the best blocks of ids alone.
+    """
+    vocab = values.shape[-1]
+    size = math.gcd(vocab, 64)
+    if count * size >= vocab:
+        return jax.lax.top_k(values, min(count, vocab))
+    blocks = values.reshape(*values.shape[:-1], vocab // size, size)
+    # Each of `count` blocks has an element that is larger, or a tie with a lower id, than all of the others'.
+    block = jnp.sort(jax.lax.top_k(blocks.max(-1), count)[1], axis=-1)
+    best = jnp.take_along_axis(blocks, block[..., None], axis=-2)
+    found, at = jax.lax.top_k(best.reshape(*best.shape[:-2], count * size), count)
+    return found, jnp.take_along_axis(block, at // size, axis=-1) * size + at % size
+
+
 def _first(hits: jax.Array) -> jax.Array:
     """Index of the first True along the last axis, int32; the axis' size where there is none."""
     size = hits.shape[-1]

@@ -43,6 +43,12 @@ class Network(Protocol):
     def unembed(self, params: Any, hidden) -> jax.Array:
         """hidden [N, W, ...] → logits [N, W, V] float32."""
 
+    def sample(self, params: Any, before, hidden) -> jax.Array:
+        """The sampler head: tokens before [N] and masks' hidden rows [N, D] → hidden rows [N, D]."""
+
+    def unembed_some(self, params: Any, hidden, ids) -> jax.Array:
+        """hidden [N, D], ids [N, C] → the logits [N, C] of these ids alone, float32."""
+
     def commit(self, cache, slots, first, entries, cursor, writes) -> list[LayerCache]:
         """`marsjax.decoding.cache.commit`, where the lanes lie."""
 

@@ -22,6 +22,7 @@ from marsjax.decoding.proposers.lookup import Lookup
 from marsjax.decoding.proposers.masks import MaskParams, Masks
 from marsjax.decoding.proposers.priors import Prior, bigrams
 from marsjax.decoding.proposers.probing import Probe, ProbeParams
+from marsjax.decoding.proposers.sampler import DEFAULT_CANDIDATES, Sampler
 from marsjax.decoding.requests import prompt_ids
 from marsjax.decoding.step import Strategy
 
@@ -94,20 +95,30 @@ def check(options: Options, has_draft: bool) -> None:
 
 def build(options: Options, target: Target, draft: Draft | None = None) -> tuple[Any, Any]:
     """(strategy, what its proposer needs as params). Warns where masks are asked beyond what they were trained for."""
+    adapter = target.network.config.adapter
+    own_masks = adapter.masks if adapter is not None else 0
+    asks_itself = target.mask_id is not None or own_masks > 0
+    if options.strategy == "auto":
+        options = _auto(options, target.objective or ("mtp" if own_masks > 1 else None), asks_itself)
     name = options.strategy
-    if name == "auto":
-        diffuses = target.objective == "block_diffusion" and options.window is None
-        name = "ar" if target.mask_id is None else "block_diffusion" if diffuses else "mars"
-        options = dataclasses.replace(options, strategy=name, window=options.window if name == "mars" else None)
-    plan = plan_of(options, target.block_size)
+    plan = plan_of(options, target.block_size or (own_masks if own_masks > 1 else None))
     asks_token = options.probe is None and (plan.asks > 0 or name == "block")
-    if asks_token and target.mask_id is None:
+    if asks_token and not asks_itself:
         probing = "say how to ask it without (probe)" if name in OWNERS["probe"] else "use 'ar'"
         raise ValueError(
             f"strategy {name!r} needs a mask token and this model has none: fine-tune it with `marsjax train`, or "
             f"{probing}"
         )
-    option, asked = ("window", plan.tail) if plan.continues else ("k", plan.asks)
+    option = {"block": "cache_block", "block_diffusion": "diffusion_block"}.get(
+        name, "window" if plan.continues else "widths" if options.widths else "k"
+    )
+    if asks_token and 1 < own_masks < plan.asks:
+        raise ValueError(
+            f"{option} asks {plan.asks} masks in a row, and this model's adapter has embeddings for {own_masks}; lower "
+            f"{option}" + ("" if name not in OWNERS["probe"] else ", or say what masks are (probe)")
+        )
+    # A model trained with the window B knows B - 1 masks, one trained with masks behind every token as many as B.
+    asked = plan.tail if plan.continues and target.objective != "mtp" else plan.asks
     if (
         asks_token
         and name not in ("block", "block_diffusion")
@@ -151,7 +162,30 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
             if options.widths
             else trees.Dynamic(plan.drafts, plan.asks, options.lookup or 0)
         )
-    return Strategy(plan, Masks(plan, tree, probe)), MaskParams(probe_params, _prior(options, target))
+    proposer = Masks(plan, tree, probe, _sampler(options, target))
+    return Strategy(plan, proposer), MaskParams(probe_params, _prior(options, target))
+
+
+def _auto(options: Options, objective: str | None, asks: bool) -> Options:
+    """What a model was trained for; `asks`: whether it has masks at all."""
+    if not asks:
+        return dataclasses.replace(options, strategy="ar", window=None)
+    if options.window is None and objective in ("block_diffusion", "mtp"):
+        return dataclasses.replace(options, strategy="comb" if objective == "mtp" else "block_diffusion")
+    return dataclasses.replace(options, strategy="mars")
+
+
+def _sampler(options: Options, target: Target) -> Sampler | None:
+    adapter = target.network.config.adapter
+    if adapter is None or not adapter.sampler:
+        if options.sampler or options.sampler_candidates is not None:
+            option = "sampler" if options.sampler else "sampler_candidates"
+            raise ValueError(f"{option} needs a model with a sampler head, and this one has none")
+        return None
+    if options.sampler is False:
+        return None
+    count = DEFAULT_CANDIDATES if options.sampler_candidates is None else options.sampler_candidates
+    return Sampler(count if 0 < count < target.vocab_size else None)
 
 
 def _probe(options: Options, plan: SlotPlan, target: Target) -> tuple[Probe | None, ProbeParams | None]:
@@ -187,7 +221,14 @@ def _speculative(options: Options, plan: SlotPlan, draft: Draft) -> tuple[Strate
             f"draft_window {window} is beyond the block size {draft.block_size} the draft model was trained with",
             stacklevel=5,
         )
-    if window > 1 and draft.mask_id is None:
+    adapter = draft.network.config.adapter
+    own_masks = adapter.masks if adapter is not None else 0
+    if window > 1 and draft.mask_id is None and not own_masks:
         raise ValueError(f"draft_window={window} needs a draft model with a mask token, and this one has none")
+    if 1 < own_masks < window - 1:
+        raise ValueError(
+            f"draft_window={window} asks {window - 1} masks in a row, and the draft model's adapter has embeddings for "
+            f"{own_masks}; lower draft_window"
+        )
     proposer = DraftModel(draft.network, plan.drafts, window, plan.tail)
     return Strategy(plan, proposer), DraftParams(draft.weights, np.int32(draft.mask_id or 0))

@@ -88,10 +88,20 @@ def _passed_over(row, parent_token, measure):
     return measure != "probability" and int(row.argmax()) == parent_token
 
 
-def static_tree(rows, last, widths, tau=1.0, measure="probability"):
+class Alone:
+    """Rows of masks that do not know the token before the one they predict."""
+
+    def __init__(self, rows):
+        self.rows, self.k = rows, len(rows)
+
+    def row(self, i, before):
+        return self.rows[i]
+
+
+def static_tree(asked, last, widths, tau=1.0, measure="probability"):
     tree, behind = [], -1
-    for row, width in zip(rows, widths, strict=True):
-        first = len(tree)
+    for i, width in enumerate(widths):
+        first, row = len(tree), asked.row(i, last)
         for rank, token in enumerate(_best(softmax(row), width, last)):
             sure = rank == 0 and not _passed_over(row, last, measure) and is_sure(row, token, tau, measure)
             tree.append((behind, token, sure))
@@ -99,11 +109,12 @@ def static_tree(rows, last, widths, tau=1.0, measure="probability"):
     return tree
 
 
-def dynamic_tree(rows, last, nodes, tau=1.0, measure="probability", found=()):
+def dynamic_tree(asked, last, nodes, tau=1.0, measure="probability", found=()):
     """The best `nodes` by the product of probabilities along the path, after what lookup found."""
     tree = [(i - 1, token, False) for i, token in enumerate(found)]
     pool, path, behind, same = [], 1.0, -1, True  # behind: a node of lookup, or a place in the pool
-    for depth, row in enumerate(rows):
+    for depth in range(asked.k):
+        row = asked.row(depth, last)
         p, parent_token, first = softmax(row), last, len(pool)
         for rank, token in enumerate(_best(p, nodes - depth, parent_token)):
             sure = rank == 0 and not _passed_over(row, parent_token, measure) and is_sure(row, token, tau, measure)
@@ -118,9 +129,13 @@ def dynamic_tree(rows, last, nodes, tau=1.0, measure="probability", found=()):
     return tree + [(at[pool[i][1]], *pool[i][2:]) for i in order]
 
 
-def a_chain(rows, tau=1.0, measure="probability"):
-    tokens = [int(row.argmax()) for row in rows]
-    return [(i - 1, t, is_sure(rows[i], t, tau, measure)) for i, t in enumerate(tokens)]
+def a_chain(asked, last, tau=1.0, measure="probability"):
+    tree = []
+    for i in range(asked.k):
+        row = asked.row(i, last)
+        last = int(row.argmax())
+        tree.append((i - 1, last, is_sure(row, last, tau, measure)))
+    return tree
 
 
 def looked_up(ids, k, longest=3):
@@ -202,24 +217,28 @@ def decode(model, prompt, propose, *, limit, end, first=(), further=None):
 
 
 def decode_masks(model, prompt, *, k, form, limit, end, tau=1.0, measure="probability", probe=None, lookup=0):
-    """Trees and rows of drafts out of the model's masks. form: "comb", "chain", ("static", widths), ("dynamic", N)."""
+    """Trees and rows of drafts out of the model's masks. form: "comb", "chain", ("static", widths), ("dynamic", N).
+
+    A model may have `behind` (text, k), which gives what `Alone` is.
+    """
     probe = Probe(model.table, prompt, k, **probe) if probe is not None else None
 
     def propose(known, tree, path, after):
-        rows = None
+        asked, text = None, [*known, *path]
         if form != "chain" or len(path) == len(tree):  # else no masks saw what was accepted
             # The masks were in the step's own forward: of the vectors from before it.
-            rows = model.asked([*known, *path], k, None if probe is None else probe.masks)
+            behind = getattr(model, "behind", None)
+            asked = behind(text, k) if behind else Alone(model.asked(text, k, probe and probe.masks))
         if probe is not None:
             probe.see(after[len(known) :])
-        if rows is None:
+        if asked is None:
             return []
         if form in ("comb", "chain"):
-            return a_chain(rows, tau, measure)
+            return a_chain(asked, after[-1], tau, measure)
         kind, size = form
         if kind == "static":
-            return static_tree(rows, after[-1], size, tau, measure)
-        return dynamic_tree(rows, after[-1], size, tau, measure, looked_up(after, lookup) if lookup else ())
+            return static_tree(asked, after[-1], size, tau, measure)
+        return dynamic_tree(asked, after[-1], size, tau, measure, looked_up(after, lookup) if lookup else ())
 
     return decode(model, prompt, propose, limit=limit, end=end)
 

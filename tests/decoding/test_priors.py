@@ -116,7 +116,7 @@ def test_candidates_are_those_the_prior_raises_and_none_that_are_forbidden():
         state=SimpleNamespace(tokens=jnp.array([[0, 3, 0, 4, 1, 2, 1, 0]]), length=jnp.array([7])),
         emitted=jnp.array([[0]]), length=jnp.array([8]),
     )  # fmt: skip
-    gain = trees._given(Prior(jnp.float32(0.9)), logits, seen)
-    tokens, _ = trees._candidates(logits, jnp.array([0]), (2, 2), gain)
+    gain = trees._given(Prior(jnp.float32(0.9)), seen)
+    tokens, _, _ = trees._candidates(lambda i, _: (logits[:, i],) * 2, jnp.array([0]), (2, 2), gain)
     assert tokens[0].tolist() == [[3, 1]]  # 0 was followed by 3 and by 4
     assert tokens[1].tolist() == [[0, 1]]  # and 3 by 0

@@ -40,7 +40,11 @@ def grown(tree, logits, texts, lengths, measure=0):
     )
     last = np.take_along_axis(texts, lengths[:, None] - 1, 1)[:, 0]
     controls = SimpleNamespace(measure=jnp.full(rows, measure))
-    return jax.jit(lambda x: tree.of(seen, controls, x, x, jnp.asarray(last), None))(jnp.asarray(logits, jnp.float32))
+
+    def grow(x):
+        return tree.of(seen, controls, lambda i, _: (x[:, i], x[:, i]), jnp.asarray(last), None)
+
+    return jax.jit(grow)(jnp.asarray(logits, jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_a_dynamic_tree_holds_the_best_paths(nodes, depth, found):
     for row in range(rows):
         text = texts[row, : lengths[row]].tolist()
         hits = reference.looked_up(text, found) if found else []
-        expected = reference.dynamic_tree(logits[row], text[-1], nodes, found=hits)
+        expected = reference.dynamic_tree(reference.Alone(logits[row]), text[-1], nodes, found=hits)
         assert list(zip(parents[row] - 1, tokens[row], strict=True)) == [(p, t) for p, t, _ in expected]
         assert len({(p, t) for p, t, _ in expected}) == nodes  # no draft stands twice behind the same one
         merged += any(p == i >= 0 for i in range(len(hits)) for p, _, _ in expected[len(hits) :])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from marsjax.decoding.sampling import choose
+from marsjax.decoding.sampling import choose, top
 
 choose = jax.jit(choose)
 DRAWS = 4000
@@ -111,3 +111,16 @@ def test_no_sorting_unless_a_row_filters():
     )
     assert "cond" in str(jaxpr)
     assert not [e for e in jaxpr.eqns if e.primitive.name in ("sort", "random_bits")]
+
+
+@pytest.mark.parametrize("vocab", [72, 640, 641])
+def test_the_largest_of_a_row_ties_to_the_lowest_id(vocab):
+    """Few different values, so that ties are everywhere: inside blocks, between them and at the edge."""
+    draw = np.random.default_rng(vocab)
+    values = draw.integers(0, 40, (2, 30, vocab)).astype(np.float32)
+    values[draw.random(values.shape) < 0.1] = -np.inf
+    for count in (1, 3, 9, vocab, vocab + 5):
+        found, ids = map(np.asarray, jax.jit(top, static_argnums=1)(values, count))
+        expected = np.argsort(-values, axis=-1, kind="stable")[..., :count]
+        assert np.array_equal(ids, expected), count
+        assert np.array_equal(found, np.take_along_axis(values, expected, -1))

@@ -1,6 +1,7 @@
 """Self-speculation: the masks behind the last accepted slot propose what the next step verifies."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,10 @@ from marsjax.decoding.proposers import trees
 from marsjax.decoding.proposers.base import Proposer, Seen
 from marsjax.decoding.proposers.priors import Prior
 from marsjax.decoding.proposers.probing import Probe, ProbeParams
+from marsjax.decoding.proposers.sampler import Sampler
 from marsjax.decoding.step import sampling_of
+
+Behind = Callable[[int, jax.Array], jax.Array]  # (i, the token before [N]) → logits [N, V] of mask i
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +42,13 @@ class Masks(Proposer):
     Attributes:
       tree: how candidates become a tree; None: the likeliest token of each mask, in a row.
       probe: what the masks are in a model that has no mask token.
+      sampler: what a mask predicts once the token before is chosen; None: what it predicts alone.
     """
 
     plan: SlotPlan
     tree: trees.Static | trees.Dynamic | None = None
     probe: Probe | None = None
+    sampler: Sampler | None = None
 
     def start(self, lanes, capacity):
         vectors = self.probe.start(lanes) if self.probe is not None else ()
@@ -67,18 +73,23 @@ class Masks(Proposer):
         """None if no masks saw exactly what was accepted."""
         rows, fits = self._asked(seen)
         index = rows.reshape(*rows.shape, *(1,) * (seen.hidden.ndim - 2))
-        logits = seen.logits_of(jnp.take_along_axis(seen.hidden, index, axis=1))
+        hidden = jnp.take_along_axis(seen.hidden, index, axis=1)
         positions = seen.length[:, None] + jnp.arange(rows.shape[1])
         # Coupled rows guess with the noise of the position, which the model's own choice will meet again. Rejection is
         # exact for a draft that is certain to be proposed: the likeliest token.
         how = sampling_of(controls) | {"temperature": jnp.where(controls.rejection, 0.0, controls.temperature)}
-        if self.tree is None:
-            tokens = sampling.choose(logits, positions, **how)
-            made = Drafts.of(tokens, confidence=acceptance.confidence(logits, tokens, controls.measure))
+        last = jnp.take_along_axis(seen.emitted, jnp.maximum(seen.taken - 1, 0)[:, None], 1)[:, 0]
+        behind = self.sampler.behind(network, params.target, seen, hidden) if self.sampler is not None else None
+        if self.tree is not None:
+            ask = _asking(seen, hidden, behind, positions, how)
+            made = self.tree.of(seen, controls, ask, last, params.proposer.prior)
         else:
-            last = jnp.take_along_axis(seen.emitted, jnp.maximum(seen.taken - 1, 0)[:, None], 1)[:, 0]
-            noisy = sampling.perturbed(logits, positions, **how)
-            made = self.tree.of(seen, controls, logits, noisy, last, params.proposer.prior)
+            if behind is None:
+                logits = seen.logits_of(hidden)
+                tokens = sampling.choose(logits, positions, **how)
+            else:
+                logits, tokens = _in_turn(behind, last, positions, how)
+            made = Drafts.of(tokens, confidence=acceptance.confidence(logits, tokens, controls.measure))
         vectors = mine.vectors
         if self.probe is not None:
             vectors = self.probe.observe(network, params.target, params.proposer.probe, vectors, seen)
@@ -92,3 +103,28 @@ class Masks(Proposer):
         behind = jnp.minimum(jnp.arange(plan.drafts + 1), seen.drafts.count[:, None])
         fits = (behind == seen.at[:, None]) & np.asarray([bool(group) for group in plan.groups])
         return jnp.asarray(table)[fits.argmax(1)], fits.any(1)
+
+
+def _in_turn(behind: Behind, last: jax.Array, positions: jax.Array, how: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """(logits [N, k, V], tokens [N, k]) of masks that predict one after the other, the first behind `last` [N]."""
+    logits, tokens = [], [last]
+    for i in range(positions.shape[1]):
+        logits.append(behind(i, tokens[-1]))
+        tokens.append(sampling.choose(logits[-1][:, None], positions[:, i : i + 1], **how)[:, 0])
+    return jnp.stack(logits, 1), jnp.stack(tokens[1:], 1)
+
+
+def _asking(
+    seen: Seen, hidden: jax.Array, behind: Behind | None, positions: jax.Array, how: dict[str, Any]
+) -> trees.Ask:
+    """What a tree asks masks with `hidden` rows [N, k, ...]."""
+    if behind is None:
+        logits = seen.logits_of(hidden)
+        noisy = sampling.perturbed(logits, positions, **how)
+        return lambda i, before: (logits[:, i], noisy[:, i])
+
+    def ask(i, before):
+        logits = behind(i, before)
+        return logits, sampling.perturbed(logits[:, None], positions[:, i : i + 1], **how)[:, 0]
+
+    return ask

@@ -12,6 +12,9 @@ from marsjax.decoding.drafts import Drafts
 from marsjax.decoding.proposers import lookup
 from marsjax.decoding.proposers.priors import Prior
 
+# (i, the token before [N]) → mask i's logits [N, V], and what ranks its candidates [N, V].
+Ask = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -19,8 +22,8 @@ class Static:
 
     widths: tuple[int, ...]
 
-    def of(self, seen, controls, logits, noisy, last, prior: Prior | None) -> Drafts:
-        tokens, _ = _candidates(noisy, last, self.widths, _given(prior, logits, seen))
+    def of(self, seen, controls, ask: Ask, last, prior: Prior | None) -> Drafts:
+        tokens, _, logits = _candidates(ask, last, self.widths, _given(prior, seen))
         first = _first_of_each(self.widths)
         flat = jnp.concatenate(tokens, 1)
         confidence = _unsure(flat).at[:, first].set(_confidence(controls, logits, tokens, last))
@@ -39,9 +42,9 @@ class Dynamic:
     depth: int
     lookup: int = 0
 
-    def of(self, seen, controls, logits, noisy, last, prior: Prior | None) -> Drafts:
+    def of(self, seen, controls, ask: Ask, last, prior: Prior | None) -> Drafts:
         rows, widths = last.shape[0], tuple(self.nodes - i for i in range(self.depth))
-        tokens, logp = _candidates(noisy, last, widths, _given(prior, logits, seen))
+        tokens, logp, logits = _candidates(ask, last, widths, _given(prior, seen))
         sure = _confidence(controls, logits, tokens, last)
         path = jnp.zeros((rows, 1))
         scores, confidence, parents = [], [], []
@@ -105,36 +108,41 @@ def _confidence(controls, logits: jax.Array, tokens: list[jax.Array], last: jax.
     return jnp.where(passed_over & (controls.measure != acceptance.PROBABILITY)[:, None], jnp.nan, sure)
 
 
-def _given(prior: Prior | None, logits: jax.Array, seen) -> Callable[[int, jax.Array], jax.Array] | None:
-    """How much likelier [N, V] mask i's candidates are, in log, once the token before them [N] is known."""
+def _given(prior: Prior | None, seen) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """How much likelier [N, V] candidates with logits [N, V] are, in log, once the token before them [N] is known."""
     if prior is None:
         return None
-    logp, text = jax.nn.log_softmax(logits, axis=-1), _with(seen)
+    text = _with(seen)
 
-    def gain(i, before):
-        alone = logp[:, i]  # -inf where it may not be emitted
+    def gain(logits, before):
+        alone = jax.nn.log_softmax(logits, axis=-1)  # -inf where it may not be emitted
         return jnp.where(jnp.isneginf(alone), 0.0, prior.mixed(alone, before, text, seen.length) - alone)
 
     return gain
 
 
 def _candidates(
-    noisy: jax.Array, last: jax.Array, widths: tuple[int, ...], gain: Callable[[int, jax.Array], jax.Array] | None
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The best tokens [N, width] of each mask and their log-probabilities; a parent's own token is passed over.
+    ask: Ask, last: jax.Array, widths: tuple[int, ...], gain: Callable[[jax.Array, jax.Array], jax.Array] | None
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    """The best tokens [N, width] of each mask, their log-probabilities, and all masks' logits [N, k, V].
+
+    A parent's own token is passed over.
 
     Args:
-      noisy: [N, k, V], scores to rank by. last: [N] int32, the token the tree hangs on. gain: see `_given`.
+      last: [N] int32, the token the tree hangs on. gain: see `_given`.
     """
-    ids, tokens, scores = jnp.arange(noisy.shape[-1]), [], []
+    tokens, scores, told = [], [], []
     for i, width in enumerate(widths):
-        known = noisy[:, i] if gain is None else noisy[:, i] + gain(i, last)
+        logits, noisy = ask(i, last)
+        known = noisy if gain is None else noisy + gain(logits, last)
+        ids = jnp.arange(known.shape[-1])
         logp = jnp.where(ids == last[:, None], -jnp.inf, jax.nn.log_softmax(known, axis=-1))
-        score, token = jax.lax.top_k(logp, width)
+        score, token = sampling.top(logp, width)
         tokens.append(token.astype(jnp.int32))
         scores.append(score)
+        told.append(logits)
         last = tokens[-1][:, 0]
-    return tokens, scores
+    return tokens, scores, jnp.stack(told, 1)
 
 
 def _first_of_each(widths: tuple[int, ...]) -> np.ndarray:
