@@ -36,15 +36,10 @@ def write_html(path: Path, report: dict[str, Any]) -> None:
         f"({e['tokens'] / e['forwards']:.2f} a pass)</p><div class=answer>{e['html']}</div>"
         for e in report["example"]["answers"]
     )
-    legend = "".join(f'<span class="chunk c{n}">&nbsp;{n}{"+" if n == 5 else ""}&nbsp;</span> ' for n in range(1, 6))
-    page = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<title>marsjax demo: {title}</title><style>{_STYLE}{shading.css()}</style></head><body>
-<h1>{title}</h1>
-<p class=lead>At τ = {best["tau"]:g}, with {best["accuracy"]:.1%} of the answers right. One token at a time, the same
+    lead = f"""At τ = {best["tau"]:g}, with {best["accuracy"]:.1%} of the answers right. One token at a time, the same
 model has {report["mars"][0]["accuracy"]:.1%}, and before MARS fine-tuning it had {report["ar"]["accuracy"]:.1%}
-({report["ar"]["problems"]} held-out problems).</p>
-<h2>Speed and quality</h2>{_curve(report)}
+({report["ar"]["problems"]} held-out problems)."""
+    body = f"""<h2>Speed and quality</h2>{_curve(report)}
 <p class=note>Each point is a threshold τ: the model goes on accepting its own predictions while it gives each at least
 probability τ. At τ = 1 it gives one token a forward pass. The control is the model before fine-tuning, shown the same
 masks.</p>
@@ -54,11 +49,22 @@ Tokens per second are those of {html.escape(report["machine"])}, batches of {rep
 compilation apart; a small model on a processor is not where forward passes are dear. "Same text" is the share of
 answers equal, token for token, to what the model writes one token at a time.</p>
 <h2>One answer</h2><p class=question>{html.escape(report["example"]["question"])}</p>
-{examples}<p class=note>Tokens accepted in one forward pass: {legend}</p>
-<p class=note>{html.escape(report["summary"])}</p>
+{examples}"""
+    path.write_text(page(title, lead, body, html.escape(report["summary"])), encoding="utf-8")
+
+
+def page(title: str, lead: str, body: str, note: str = "") -> str:
+    """A page around HTML with shaded answers, which needs no network and no other file; `title` is text."""
+    legend = "".join(f'<span class="chunk c{n}">&nbsp;{n}{"+" if n == 5 else ""}&nbsp;</span> ' for n in range(1, 6))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<title>marsjax demo: {title}</title><style>{_STYLE}{shading.css()}</style></head><body>
+<h1>{title}</h1>
+<p class=lead>{lead}</p>
+{body}<p class=note>Tokens accepted in one forward pass: {legend}</p>
+<p class=note>{note}</p>
 </body></html>
 """
-    path.write_text(page, encoding="utf-8")
 
 
 def _table(report: dict[str, Any]) -> str:

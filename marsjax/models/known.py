@@ -29,6 +29,9 @@ KNOWN = {
     "meta-llama/Llama-3.1-8B-Instruct": ModelConfig(
         "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 5e5, _LLAMA_31, 1e-5, False
     ),
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": ModelConfig(
+        "llama", 128264, 4096, 14336, 32, 32, 8, 128, 131072, 5e5, _LLAMA_31, 1e-5, False
+    ),
     "HuggingFaceTB/SmolLM2-135M-Instruct": ModelConfig(
         "llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e5, None, 1e-5, True
     ),

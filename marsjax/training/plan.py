@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -307,24 +307,48 @@ def _trace(config: TrainConfig, model: ModelConfig, mesh: Mesh, noisy: int) -> t
         return step.trace(state, batch, noisy, frozen), state, frozen
 
 
+class _Visited(NamedTuple):
+    """Pairs that a kernel's calls visit, and rows of keys by which to tell calls apart."""
+
+    keys: int
+    forward: float
+    of_q: float
+    of_kv: float
+
+    @classmethod
+    def of(cls, head_dim: int, length: int, noisy: int = 0, block: int = 1, *, behind: bool = False, **kind: bool):
+        """As `splash.two_stream_attend`, or `splash.behind_attend` of a constant state."""
+        tiles = splash.choose_tiles(length, noisy, block, head_dim, behind=behind, **kind)
+        layout = splash.Layout(length, noisy, block, tiles.unit, **kind)
+
+        def area(q: int, kv: int, first_key: int = 0) -> float:
+            grid = splash.visits(layout, q, kv)[layout.start // q if behind else 0 :, first_key // kv :]
+            return float((grid > 0).sum()) * q * kv
+
+        first_key = layout.start if behind else 0
+        return cls(layout.total, area(tiles.q, tiles.kv), area(*tiles.backward), area(*tiles.backward, first_key))
+
+
 def _kernel_flops(config: TrainConfig, model: ModelConfig, noisy: int) -> flops.Kernel:
     """Of splash attention's kernels: two products a visited pair forward, five backward, in one kernel or two."""
-    masks, length = config.objective.has_masks, config.row_length
-    block, ahead_ = (config.objective.block_size if masks else 1), config.objective.name == "block_diffusion"
-    noisy = noisy if masks else 0
-    tiles = splash.choose_tiles(length, noisy, block, model.head_dim, ahead_)
-    layout = splash.Layout(length, noisy, block, tiles.unit, ahead_)
-
-    def area(q: int, kv: int) -> float:
-        return float((splash.visits(layout, q, kv) > 0).sum()) * q * kv
-
-    forward, backward = area(tiles.q, tiles.kv), area(*tiles.backward)
+    o, length = config.objective, config.row_length
+    if o.name == "mtp":
+        masks = o.block_size * min(length, o.anchors or noisy)
+        behind = _Visited.of(model.head_dim, length, masks, o.block_size, anchored=True, behind=True)
+        visited = [_Visited.of(model.head_dim, length), behind]
+    elif o.has_masks:
+        visited = [_Visited.of(model.head_dim, length, noisy, o.block_size, ahead=o.name == "block_diffusion")]
+    else:
+        visited = [_Visited.of(model.head_dim, length)]
 
     def count(equation: Any) -> float:
         name = str(equation.params.get("name_and_src_info", equation.params.get("name", "")))
-        heads = max(math.prod(v.aval.shape[:-2]) for v in equation.invars if len(v.aval.shape) >= 3)
+        shapes = [v.aval.shape for v in equation.invars if len(v.aval.shape) >= 3]
+        heads = max(math.prod(shape[:-2]) for shape in shapes)
+        rows = {shape[-2] for shape in shapes}
+        pairs = next((v for v in visited if v.keys in rows), visited[-1])
         # dq takes three of the five products, dkv four: each computes the scores and their gradient anew.
-        products, pairs = (4, backward) if "dkv" in name else (3, backward) if "dq" in name else (2, forward)
-        return 2.0 * products * heads * pairs * model.head_dim
+        work = 4 * pairs.of_kv if "dkv" in name else 3 * pairs.of_q if "dq" in name else 2 * pairs.forward
+        return 2.0 * heads * work * model.head_dim
 
     return count

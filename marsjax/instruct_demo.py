@@ -1,0 +1,135 @@
+"""`marsjax demo --model smollm2`: a published instruct model, untouched, with a small adapter that foresees its text.
+
+The adapter in `marsjax/assets/smollm2_mtp` was made by `marsjax train configs/smollm2_gsm8k_mtp.yaml`.
+"""
+
+import html
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import rich
+from rich.table import Table
+
+from marsjax import weights
+from marsjax.decoding.generator import Generator
+from marsjax.decoding.result import Result
+from marsjax.demo import assets
+from marsjax.evaluation import report as reports
+from marsjax.evaluation import shading
+
+SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUESTIONS = (
+    "A baker fills 6 trays with 12 rolls each and sells 50 rolls. How many rolls are left?",
+    "Nora walks 3 kilometres to school and 3 kilometres back, five days a week. How far does she walk in 4 weeks?",
+    "A ticket costs 7 dollars. A family of 4 pays with a 50 dollar bill. How much change do they get?",
+    "Tim has twice as many marbles as Ana, and together they have 36. How many does Tim have?",
+    "A tank holds 240 litres. A pump empties 15 litres a minute. After 10 minutes, how much is left?",
+    "Explain in a few sentences why the sky is blue.",
+    "Write a short letter to a neighbour whose dog barks at night.",
+    "List five things to take along on a day's hike.",
+)
+
+
+def demo(
+    out: Path,
+    *,
+    source: str = SOURCE,
+    adapter: Path | None = None,
+    max_new_tokens: int = 128,
+    questions: tuple[str, ...] = QUESTIONS,
+) -> dict[str, Any]:
+    """Answers the questions one at a time, by the model alone and with the adapter; writes report.json and report.html.
+
+    Args:
+      source: the model: directory, hub id or .gguf file.
+      adapter: None: the one that comes with the package, for SmolLM2-135M-Instruct.
+
+    Returns the report. Raises RuntimeError if a text differs: it cannot, and the adapter would be of no use.
+    """
+    adapter = assets() / "smollm2_mtp" if adapter is None else adapter
+    out.mkdir(parents=True, exist_ok=True)
+    rich.print(f"[bold]1. Loading[/bold] {source}, and beside it {adapter}")
+    adapted = weights.load(source, adapter=adapter)
+    alone = Generator(weights.load(source), strategy="ar")
+    ahead = Generator(adapted)
+    rich.print(f"[bold]2. Answering {len(questions)} questions[/bold], one at a time, each way (the first compiles)")
+    rows, size = [], {"max_new_tokens": max_new_tokens}
+    for generator in (alone, ahead):
+        generator.generate(questions[0], **size)  # compile and warm up
+    for question in questions:
+        one, several = alone.generate(question, **size), ahead.generate(question, **size)
+        rich.print(f"\n[italic]{question}[/italic]")
+        rich.print(shading.for_terminal(ahead.tokenizer, several))
+        rich.print(f"[dim]{_said(one, several)}[/dim]")
+        if one.ids != several.ids:
+            raise RuntimeError(f"the answers to {question!r} differ: the adapter touched the model's own path")
+        rows.append({"question": question, "alone": asdict(one), "with_adapter": asdict(several),
+                     "html": shading.for_html(ahead.tokenizer, several)})  # fmt: skip
+    report = _summary(rows) | {
+        "source": str(source),
+        "adapter": str(adapter),
+        "plan": ahead.plan.name,
+        "slots": ahead.plan.size,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "answers": rows,
+    }
+    table = Table(box=None)
+    for name in ("", "forward passes", "tokens a pass", "tokens a second"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name in ("alone", "with_adapter"):
+        table.add_row(
+            name.replace("_", " the "), f"{report[name]['forwards']}",
+            f"{report[name]['tokens_per_forward']:.2f}", f"{report[name]['tokens_per_second']:.1f}",
+        )  # fmt: skip
+    rich.print(table)
+    reports.write_json(out / "report.json", report)
+    (out / "report.html").write_text(_page(report), encoding="utf-8")
+    rich.print(report["summary"])
+    rich.print(f"Report: {out / 'report.html'}   numbers: {out / 'report.json'}")
+    return report
+
+
+def _said(one: Result, several: Result) -> str:
+    return (
+        f"{len(several.ids)} tokens in {several.forwards} forward passes ({several.tokens_per_forward:.2f} a pass), "
+        f"{several.seconds:.2f} s; alone {one.seconds:.2f} s, the same text"
+    )
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    for name in ("alone", "with_adapter"):
+        results = [row[name] for row in rows]
+        tokens, forwards, seconds = (
+            sum(len(r["ids"]) for r in results), sum(r["forwards"] for r in results), sum(r["seconds"] for r in results)
+        )  # fmt: skip
+        report[name] = {
+            "tokens": tokens,
+            "forwards": forwards,
+            "seconds": seconds,
+            "tokens_per_forward": tokens / max(1, forwards),
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+        }
+    one, several = report["alone"], report["with_adapter"]
+    report["summary"] = (
+        f"{several['tokens']} tokens, the same with and without the adapter, in {several['forwards']} forward passes "
+        f"in place of {one['forwards']}: {several['tokens_per_forward']:.2f} a pass, and "
+        f"{one['seconds'] / max(several['seconds'], 1e-9):.2f} times as fast here."
+    )
+    return report
+
+
+def _page(report: dict[str, Any]) -> str:
+    answers = "".join(
+        f"<p class=question>{html.escape(row['question'])}</p><p>{len(row['with_adapter']['ids'])} tokens in "
+        f"{row['with_adapter']['forwards']} forward passes</p><div class=answer>{row['html']}</div>"
+        for row in report["answers"]
+    )
+    lead = (
+        f"{html.escape(report['source'])} with an adapter that acts on masks only: every answer is, token for token, "
+        f"the one the model gives alone. {html.escape(report['summary'])} ({html.escape(report['machine'])})"
+    )
+    return reports.page(f"{report['with_adapter']['tokens_per_forward']:.2f} tokens per forward pass", lead, answers)
