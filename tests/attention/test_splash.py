@@ -342,37 +342,38 @@ def test_no_needed_tile_is_missed(length, noisy, block_size, block_q, block_kv, 
     np.testing.assert_array_equal((grid > 0) & ~alone, ever)  # and none is visited that no compaction needs
 
 
-@pytest.mark.parametrize(("block_q", "block_kv"), [(128, 128), (128, 256), (256, 128)])
 @pytest.mark.parametrize(
     ("length", "anchors", "k"), [(513, 256, 4), (512, 512, 1), (700, 300, 2), (512, 90, 8), (300, 200, 3), (1024, 8, 8)]
 )
-def test_no_tile_of_masks_is_missed(length, anchors, k, block_q, block_kv):
+def test_no_tile_of_masks_is_missed(length, anchors, k):
     """And none is visited that no choice of anchors needs, in one document."""
-    noisy = anchors * k
-    layout = Layout(length, noisy, k, 256, anchored=True)
-    grid = visits(layout, block_q, block_kv)
+    layout = Layout(length, anchors * k, k, 256, anchored=True)
+    grids = {sizes: visits(layout, *sizes) for sizes in ((128, 128), (128, 256), (256, 128))}
     real = np.zeros(layout.total, bool)
-    real[:length] = real[layout.start : layout.start + noisy] = True
+    real[:length] = real[layout.start : layout.start + anchors * k] = True
     real = real[:, None] & real
-    clean = stream_rows(CLEAN, np.arange(length)[None], np.ones((1, length), int), 1)
-    rng, ever = np.random.default_rng(3), np.zeros_like(grid, bool)
+    positions = np.arange(length, dtype=np.int32)[None]
+    clean = stream_rows(CLEAN, positions, 1 + 0 * positions, 1)
+    rng, ever = np.random.default_rng(3), {sizes: np.zeros_like(grid, bool) for sizes, grid in grids.items()}
     choices = [
-        np.arange(anchors),
-        np.arange(length - anchors, length),
-        *(choose_anchors(length, anchors, rng) for _ in range(8)),
+        np.arange(anchors, dtype=np.int32),
+        np.arange(length - anchors, length, dtype=np.int32),
+        *(choose_anchors(length, anchors, rng) for _ in range(4)),
         choose_anchors((length + anchors) // 2, anchors, rng),
         choose_anchors(length, anchors, rng, first=(length - anchors) // 2),
     ]
     for columns in choices:
-        of_rule = dense_mask(multi_token, joined(clean, masks_behind_rows(columns[None], 1 + 0 * columns[None], k)))[0]
+        rows = joined(clean, masks_behind_rows(columns[None], 1 + 0 * columns[None], k))
         mask = np.zeros(real.shape, bool)
-        mask[real] = of_rule.reshape(-1)
-        needed = by_tile(mask, np.any, block_q, block_kv)
-        assert (grid[needed] > 0).all()
-        assert by_tile(mask | ~real, np.all, block_q, block_kv)[grid == 2].all()
-        ever |= needed
-    alone = ~by_tile(real, np.any, block_q, block_kv)
-    np.testing.assert_array_equal((grid > 0) & ~alone, ever)
+        mask[real] = dense_mask(multi_token, rows).reshape(-1)
+        for sizes, grid in grids.items():
+            needed = by_tile(mask, np.any, *sizes)
+            assert (grid[needed] > 0).all()
+            assert by_tile(mask | ~real, np.all, *sizes)[grid == 2].all()
+            ever[sizes] |= needed
+    for sizes, grid in grids.items():
+        alone = ~by_tile(real, np.any, *sizes)
+        np.testing.assert_array_equal((grid > 0) & ~alone, ever[sizes])
 
 
 def test_fewer_tiles_of_masks_than_all():
