@@ -164,6 +164,7 @@ def generate(
     raw: bool = False,
     ignore_eos: bool = False,
     how: How = DEFAULT,
+    adapter: str | None = None,
     draft: str | None = None,
     verification: Literal["coupled", "rejection"] = "coupled",
     dtype: Dtype = "float32",
@@ -189,6 +190,7 @@ def generate(
         system: system message put before each prompt.
         raw: continue the prompt as plain text, without the chat template.
         ignore_eos: go on past end tokens, up to the limit.
+        adapter: what was trained beside the model, by marsjax or PEFT: directory or hub id.
         draft: a second, smaller model of the same vocabulary that guesses (--strategy speculative).
         verification: of sampled drafts: coupled gives the text that ar gives with this seed, rejection another one of
             the same distribution (over a tree: the same too).
@@ -207,7 +209,7 @@ def generate(
     check_options(len(prompts), **options)  # wrong options are refused before the model is read
     if raw and system is not None:
         raise ValueError("--raw takes plain text, so there is no place for --system")
-    generator = Generator.load(model, dtype=dtype, draft=draft, **vars(how))
+    generator = Generator.load(model, adapter=adapter, dtype=dtype, draft=draft, **vars(how))
     asked: list[Any] = list(prompts)
     if system is not None:
         asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in prompts]
@@ -242,21 +244,30 @@ def _print_chunks(tokenizer, result) -> None:
 
 
 def convert(
-    src: Positional[str], dst: Positional[Path], *, dtype: Dtype | None = None, mask_token: bool = False
+    src: Positional[str],
+    dst: Positional[Path],
+    *,
+    adapter: str | None = None,
+    dtype: Dtype | None = None,
+    mask_token: bool = False,
 ) -> int:
     """Write any checkpoint that marsjax reads as a Hugging Face directory that transformers loads.
 
     Example: marsjax convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2
 
+    Example: marsjax convert HuggingFaceTB/SmolLM2-135M-Instruct tuned --adapter runs/mine/export
+
     Args:
         src: Hugging Face directory, hub id or .gguf file.
         dst: directory to write; files of an earlier export there are replaced.
+        adapter: what was trained beside src (directory or hub id), to be merged into its weights; a gated adapter
+            cannot be.
         dtype: of the written weights; by default as in the source (float32 from a .gguf file).
         mask_token: reserve and initialise a row for the mask token, as training does.
     """
     from marsjax.weights import convert as run
 
-    print(run(src, dst, dtype=dtype, mask_token=mask_token))
+    print(run(src, dst, adapter=adapter, dtype=dtype, mask_token=mask_token))
     return 0
 
 
@@ -269,6 +280,7 @@ def batch(
     max_new_tokens: int = 256,
     lanes: int = 16,
     how: How = DEFAULT,
+    adapter: str | None = None,
     draft: str | None = None,
     dtype: Dtype = "float32",
     resume: bool = False,
@@ -286,6 +298,7 @@ def batch(
         tau: for requests that say neither tau nor measure.
         max_new_tokens: for requests without max_tokens.
         lanes: requests answered at a time.
+        adapter: what was trained beside the model, by marsjax or PEFT: directory or hub id.
         draft: a second, smaller model of the same vocabulary that guesses (--strategy speculative).
         dtype: of weights and computation.
         resume: keep the answers that target has already, and go on.
@@ -299,7 +312,7 @@ def batch(
     _keep_compiled_programs()
     from marsjax.decoding.generator import Generator
 
-    generator = Generator.load(model, dtype=dtype, draft=draft, lanes=lanes, **vars(how))
+    generator = Generator.load(model, adapter=adapter, dtype=dtype, draft=draft, lanes=lanes, **vars(how))
     summary = batch_file.run(generator, source, target, model=model, defaults=defaults, resume=resume)
     sums = summary.statistics
     kept = f" ({summary.kept} were there)" if summary.kept else ""

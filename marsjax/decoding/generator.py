@@ -103,10 +103,17 @@ class Generator:
 
     @classmethod
     def load(
-        cls, source: str | Path, *, dtype: Any = jnp.float32, mesh: Mesh | None = None, **options: Any
+        cls,
+        source: str | Path,
+        *,
+        adapter: str | Path | None = None,
+        dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+        **options: Any,
     ) -> "Generator":
         """From a Hugging Face directory, a hub id or a .gguf file. `options` are those of the constructor.
 
+        `adapter`: what was trained beside the model: a directory or hub id, see `marsjax.weights.adapters`.
         `mesh`: devices to spread weights and decoding over, e.g. `parallel.sharding.make_mesh(data=2, tensor=4)`: lanes
         along `data` (their number must be a multiple of it), heads along `tensor`. None: the first device.
         """
@@ -115,7 +122,8 @@ class Generator:
         own = inspect.signature(cls).parameters
         strategy = Options.of({name: value for name, value in options.items() if name not in own})
         strategies.check(strategy, options.get("draft") is not None)
-        return cls(weights.load(source, layout="list", dtype=dtype, mesh=mesh), dtype=dtype, consume=True, **options)
+        loaded = weights.load(source, adapter=adapter, layout="list", dtype=dtype, mesh=mesh)
+        return cls(loaded, dtype=dtype, consume=True, **options)
 
     def with_strategy(self, *, draft: Any = None, **strategy: Any) -> "Generator":
         """Another strategy on the same weights: `draft` and the fields of `Options`, as in the constructor."""

@@ -133,9 +133,8 @@ def open_adapter(source: str | Path) -> AdapterFiles:
     fields = huggingface.read_json(directory / PEFT_FIELDS)
     gated, base = fields.get("peft_type") == GATED_TYPE, fields.get("base_model_name_or_path")
     own = huggingface.read_json(directory / OWN_FIELDS) if OWN_FIELDS in names else {}
-    weights = (
-        [OWN_WEIGHTS] if gated else [PEFT_WEIGHTS, *([OWN_WEIGHTS] if own.get("masks") or own.get("sampler") else [])]
-    )
+    extras = own.get("sampler") is True or own.get("masks") not in (None, 0)
+    weights = [OWN_WEIGHTS] if gated else [PEFT_WEIGHTS, OWN_WEIGHTS] if extras else [PEFT_WEIGHTS]
     if missing := [name for name in (*weights, *([OWN_FIELDS] if gated else [])) if name not in names]:
         if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
             there += (
@@ -144,7 +143,7 @@ def open_adapter(source: str | Path) -> AdapterFiles:
             )
         raise CheckpointError(f"the adapter in {directory} lacks {', '.join(missing)}; {there}")
     tensors = {name: tensor for file in weights for name, tensor in open_file(directory / file).items()}
-    layers = 1 + max((int(match[1]) for match in map(_IN_LAYER.match, tensors) if match), default=-1)
+    layers = 1 + max((int(match[1]) for match in map(_IN_LAYER.match, tensors) if match), default=0)
     gated_basics = {name: own.get(name) for name in ("rank", "alpha", "targets")}
     basics, problems = (gated_basics, []) if gated else from_peft(fields, layers)
     config, odd = _config({**basics, "gated": gated}, own, complete=not problems)
@@ -182,35 +181,41 @@ def _config(basics: dict[str, Any], own: dict[str, Any], complete: bool) -> tupl
         if size is not None and not (type(size) is int and size > 0):
             odd.append(f"training.block_size must be a positive integer, got {size!r}")
         basics = {**basics, "masks": own["masks"], "sampler": own["sampler"]}
+    targets = basics.get("targets", ())
+    if not (isinstance(targets, list | tuple) and all(isinstance(name, str) for name in targets)):
+        odd.append(f"targets must be a list of names, got {targets!r}")
     if odd or not complete:
         return None, odd
     try:
-        return AdapterConfig(**{**basics, "targets": tuple(basics["targets"])}), []
-    except (TypeError, ValueError) as error:
+        return AdapterConfig(**{**basics, "targets": tuple(targets)}), []
+    except ValueError as error:
         return None, [str(error)]
 
 
 def check(adapter: AdapterFiles, config: ModelConfig) -> None:
     """Raises CheckpointError with every reason why the adapter cannot be used beside a model of this shape."""
-    problems = list(adapter.problems)
+    problems, ways_out = list(adapter.problems), []
+    if any(problem.startswith(PEFT_FIELDS) for problem in problems):
+        ways_out.append("merge it with PEFT (merge_and_unload) and load the merged model")
+    if any(problem.startswith(OWN_FIELDS) for problem in problems):
+        ways_out.append("fetch or export it again")
     others = [f"{name} {value!r}, here {getattr(config, name)!r}"
               for name, value in adapter.shape.items() if getattr(config, name) != value]  # fmt: skip
+    found = []
     if others:
-        problems.append(f"it was trained beside another model: {'; '.join(others)}")
+        found = [f"it was trained beside another model: {'; '.join(others)}"]
     elif adapter.config is not None:
         params = abstract(dataclasses.replace(config, adapter=adapter.config), "list")[1]
         wanted = {entry.names[0]: entry.shape for entry in entries(params, config.num_layers) if is_adapter(entry.path)}
         found = differences(wanted, adapter.tensors)
-        problems += found[:SHOWN] + ([f"and {len(found) - SHOWN} more tensors"] if len(found) > SHOWN else [])
-    if not problems:
-        return
-    ways_out = [f"give the model it was trained beside ({adapter.base or 'its files do not name it'})"]
-    if any(problem.startswith(PEFT_FIELDS) for problem in adapter.problems):
-        ways_out = ["merge it with PEFT (merge_and_unload) and load the merged model"]
-    raise CheckpointError(
-        f"the adapter in {adapter.where} cannot be used beside this {config.family} model; {ways_out[0]}:\n  "
-        + "\n  ".join(problems)
-    )
+        found = found[:SHOWN] + ([f"and {len(found) - SHOWN} more tensors"] if len(found) > SHOWN else [])
+    if found:
+        ways_out.append(f"give the model it was trained beside ({adapter.base or 'its files do not name it'})")
+    if problems or found:
+        raise CheckpointError(
+            f"the adapter in {adapter.where} cannot be used beside this {config.family} model; {'; '.join(ways_out)}:"
+            "\n  " + "\n  ".join(problems + found)
+        )
 
 
 def warn_of_other_weights(adapter: AdapterFiles, model: Decoder) -> None:

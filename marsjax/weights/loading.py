@@ -45,9 +45,7 @@ def load(
     Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read.
     """
     added = None if adapter is None else open_adapter(adapter)
-    if added is not None and weights and not Path(source).expanduser().exists():
-        check_adapter(added, ModelConfig.from_hf(read_config(source)))  # before gigabytes are fetched
-    found = open_source(source, weights=weights)
+    found = open_source(source, weights=weights) if added is None else open_beside(source, added, weights=weights)
     return read(
         found, adapter=added, layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token, weights=weights
     )
@@ -77,6 +75,13 @@ def open_source(source: str | Path, *, weights: bool = True) -> Source:
         f"{str(source)!r} does not exist; expected a directory with config.json and safetensors, a .gguf file or a hub"
         f" id such as Qwen/Qwen2.5-0.5B-Instruct. {there}".rstrip()
     )
+
+
+def open_beside(source: str | Path, adapter: AdapterFiles, *, weights: bool = True) -> Source:
+    """`open_source`; a hub id whose model does not fit the adapter is refused before its weights are fetched."""
+    if weights and not Path(source).expanduser().exists():
+        check_adapter(adapter, ModelConfig.from_hf(read_config(source)))
+    return open_source(source, weights=weights)
 
 
 def read_config(source: str | Path) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def from_peft(fields: dict[str, Any], layers: int) -> tuple[dict[str, Any], list
             "with path_initial_model_for_weight_conversion"
         )
     for name in sorted(fields.keys() - _HARMLESS - _READ):
-        if (value := fields[name]) not in (None, False, [], {}, ""):
+        value = fields[name]
+        if not (value is None or value is False or value in ([], {}, "")):  # 0 may be a layer
             problems.append(f"{name} {value!r}: {_REASONS.get(name, 'a field whose meaning is not known here')}")
     targets, odd = _targets(fields, layers)
     problems += odd
