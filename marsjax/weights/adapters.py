@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -32,7 +33,7 @@ from marsjax.weights.assemble import differences
 from marsjax.weights.directories import check_target, publish, write_json
 from marsjax.weights.names import ADAPTER_PREFIX, LAYER_PREFIX, entries
 from marsjax.weights.peft_config import GATED_TYPE, from_peft, to_peft
-from marsjax.weights.safetensors_files import open_file, write_file
+from marsjax.weights.safetensors_files import Outgoing, open_file, write_file
 from marsjax.weights.saving import outgoing, storage_dtype
 from marsjax.weights.tensors import CheckpointError, Tensor
 
@@ -53,7 +54,7 @@ class AdapterFiles:
 
     `config` is None where there are `problems`. `base`: the model it was trained beside, as its files name it. `shape`:
     that model's fields, and `norms` its `fingerprint`, where the files say so. `mask_id`: the row of the mask token it
-    was trained with. `training`: how, such as block_size and objective.
+    was trained with, `end_id`: the token behind its answers. `training`: how, such as block_size and objective.
     """
 
     where: str
@@ -64,6 +65,7 @@ class AdapterFiles:
     shape: dict[str, Any] = field(default_factory=dict)
     norms: str | None = None
     mask_id: int | None = None
+    end_id: int | None = None
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,6 +75,7 @@ def save_adapter(
     *,
     base: str | None,
     mask_id: int | None = None,
+    end_id: int | None = None,
     trained: dict[str, Any],
     dtype: Any = None,
 ) -> Path:
@@ -81,6 +84,7 @@ def save_adapter(
     Args:
       base: path or hub id of the model without the adapter, for those who read the files.
       mask_id: row of the mask token, if training used one: the base is given it again when the adapter is loaded.
+      end_id: the token that ends an answer in the training data; a model with a plain adapter ends with it.
       trained: how: block_size, objective and what else JSON can hold.
       dtype: float32, bfloat16 or float16; None: as held.
 
@@ -100,22 +104,25 @@ def save_adapter(
         "masks": adapter.masks,
         "sampler": adapter.sampler,
         "mask_token_id": None if mask_id is None else int(mask_id),
-        "training": trained,
+        "end_token_id": None if end_id is None else int(end_id),
+        "training": {name: value for name, value in trained.items() if name != "mask_token_id"},  # it has its own place
     }
     if adapter.gated:
         own |= {"rank": adapter.rank, "alpha": adapter.alpha, "targets": list(adapter.targets)}
-    theirs = [] if adapter.gated else [tensor for tensor in tensors if tensor.name.startswith(ADAPTER_PREFIX)]
-    ours = [tensor for tensor in tensors if tensor not in theirs]
+    files: dict[str, list[Outgoing]] = {PEFT_WEIGHTS: [], OWN_WEIGHTS: []}
+    for tensor in tensors:
+        is_theirs = not adapter.gated and tensor.name.startswith(ADAPTER_PREFIX)
+        files[PEFT_WEIGHTS if is_theirs else OWN_WEIGHTS].append(tensor)
     json.dumps(own)  # what it cannot hold is told before anything is written
 
     def write(work: Path) -> None:
         write_json(work / PEFT_FIELDS, to_peft(adapter, base))
         write_json(work / OWN_FIELDS, own)
-        for name, some in ((PEFT_WEIGHTS, theirs), (OWN_WEIGHTS, ours)):
+        for name, some in files.items():
             if some:
                 write_file(work / name, some)
 
-    return publish(target, [*theirs, *ours], write, _WRITTEN)
+    return publish(target, [tensor for some in files.values() for tensor in some], write, _WRITTEN)
 
 
 def open_adapter(source: str | Path) -> AdapterFiles:
@@ -158,6 +165,7 @@ def open_adapter(source: str | Path) -> AdapterFiles:
         shape=shape,
         norms=(own.get("base") or {}).get("norms") if not odd else None,
         mask_id=own.get("mask_token_id"),
+        end_id=own.get("end_token_id"),
         training=own.get("training") or {},
     )
 
@@ -166,7 +174,9 @@ _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format_version": (lambda v: v == VERSION, f"{VERSION}; update marsjax to read newer ones"),
     "masks": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "sampler": (lambda v: isinstance(v, bool), "true or false"),
-    "mask_token_id": (lambda v: v is None or (type(v) is int and v >= 0), "a token id or null"),
+    **dict.fromkeys(
+        ("mask_token_id", "end_token_id"), (lambda v: v is None or (type(v) is int and v >= 0), "a token id or null")
+    ),
     "base": (lambda v: isinstance(v, dict) and set(SHAPE) <= v.keys(), f"an object with {', '.join(SHAPE)}"),
     "training": (lambda v: isinstance(v, dict), "an object"),
 }
@@ -228,15 +238,18 @@ def warn_of_other_weights(adapter: AdapterFiles, model: Decoder) -> None:
         )
 
 
-def fingerprint(model: Decoder) -> str:
-    """Of a decoder's own weights, the same in every layout and dtype.
+def fingerprint(model: Decoder) -> str | None:
+    """Of a decoder's own weights, the same in every layout and dtype; None of shapes without weights.
 
     Only of its norms, in bfloat16: they are few, and quantised files keep them as they are.
     """
     norms: dict[str, Any] = {}
     for entry in entries(nnx.state(model), model.config.num_layers):
         if len(entry.shape) == 1 and entry.names[0].endswith("norm.weight") and not is_adapter(entry.path):
-            value = np.asarray(entry.variable.get_raw_value())
+            value = entry.variable.get_raw_value()
+            if isinstance(value, jax.ShapeDtypeStruct):
+                return None
+            value = np.asarray(value)
             norms |= dict(zip(entry.names, value if entry.stacked else [value], strict=True))
     digest = hashlib.sha256()
     for name in sorted(norms):

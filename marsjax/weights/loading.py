@@ -124,6 +124,8 @@ def read(
     generation = generation_defaults(
         source.hf_generation, source.hf_config, source.tokenizer, config.vocab_size, mask_id
     )
+    if adapter is not None and adapter.end_id is not None and adapter.config and not adapter.config.gated:
+        generation = generation.with_end(adapter.end_id)  # a gated one ends where its base does
     if weights:
         model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh, adapter_dtype=adapter_dtype)
         if adapter is not None:

@@ -232,6 +232,28 @@ def test_the_mask_token_of_training_comes_back(tmp_path, random_model, word_toke
         load(base, adapter=other)
 
 
+def test_the_end_token_of_training(written):
+    """It ends the answers of a plain adapter; a gated one leaves them as they are, ends included."""
+    base = load(GOLDEN / "llama").generation
+    assert base.eos_ids == (1, 2)
+    for adapter, ends in ((PLAIN, (7, 1, 2)), (GATED, (1, 2))):
+        out, _ = written(adapter, end_id=7)
+        assert load(GOLDEN / "llama", adapter=out).generation.eos_ids == ends
+
+
+def test_frozen_weights_may_be_shapes(written, tmp_path, arrays):
+    """As where an adapter comes from a checkpoint, which does not hold its base."""
+    _, source = written(PLAIN)
+    own, added = adapters.split(nnx.to_pure_dict(nnx.state(source.model)))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), own)
+    model = from_params(source.model.config, adapters.join(shapes, added), "list")
+    trained = {**TRAINED, "mask_token_id": 5}
+    out = save_adapter(model, tmp_path / "again", base=None, trained=trained)
+    back = load(GOLDEN / "llama", adapter=out)
+    assert_equal(arrays, source.model, back.model)
+    assert back.hf_config["marsjax"] == TRAINED
+
+
 def run_with_masks(model, tokens, masks):
     """Hidden states of tokens and, behind them, masks, with the gate open there."""
     length = tokens.shape[1] + masks.shape[1]
