@@ -24,6 +24,8 @@ def demo(
     seed: int = 0,
     problems: int = 384,
     overrides: Annotated[tuple[str, ...], arg(name="set", metavar="section.key=value")] = (),
+    model: Literal["own", "smollm2"] = "own",
+    source: str | None = None,
 ) -> int:
     """Watch a small model go from one token a forward pass to several: fine-tune, decode, report. Minutes on a CPU.
 
@@ -32,12 +34,25 @@ def demo(
 
     Args:
         out: directory for the results.
+        model: own: fine-tune this package's model with MARS. smollm2: no training; SmolLM2-135M-Instruct as it is, with
+            an adapter that comes with this package, answers the same text in fewer forward passes.
+        source: with smollm2: its directory or .gguf file; by default it is fetched from the hub.
         quick: forty steps of training and 64 problems, to see that everything works.
         seed: of the training data's order and of the held-out problems.
         problems: held-out problems to decode at each threshold.
         overrides: changes to the training configuration, e.g. --set optimizer.steps=1000.
     """
     _keep_compiled_programs()
+    if model == "smollm2":
+        if quick or seed or problems != 384 or overrides:
+            raise ValueError("--quick, --seed, --problems and --set go with --model own")
+        from marsjax.instruct_demo import SOURCE
+        from marsjax.instruct_demo import demo as show
+
+        show(out, source=SOURCE if source is None else source)
+        return 0
+    if source is not None:
+        raise ValueError(f"--source {source} goes with --model smollm2")
     from marsjax.demo import demo as run
 
     run(out, quick=quick, seed=seed, problems=problems, overrides=overrides)

@@ -56,7 +56,8 @@ def demo(
     alone = Generator(weights.load(source), strategy="ar")
     ahead = Generator(adapted)
     rich.print(f"[bold]2. Answering {len(questions)} questions[/bold], one at a time, each way (the first compiles)")
-    rows, size = [], {"max_new_tokens": max_new_tokens}
+    rows: list[dict[str, Any]] = []
+    size: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     for generator in (alone, ahead):
         generator.generate(questions[0], **size)  # compile and warm up
     for question in questions:

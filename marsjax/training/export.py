@@ -16,6 +16,7 @@ from marsjax.training.config import ConfigError, TrainConfig, load_config
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import abstract_state, parted
 from marsjax.weights import Pretrained, save
+from marsjax.weights.adapters import save_adapter
 
 
 def export(
@@ -56,10 +57,14 @@ def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None) -
     dtype = dtype or config.output.export_dtype
     if out.model.config.adapter is None:
         return save(out, path, dtype=dtype)
-    from marsjax.weights.adapters import save_adapter
-
     return save_adapter(
-        out.model, path, base=config.model.source, mask_id=out.mask_id, trained=out.hf_config["marsjax"], dtype=dtype
+        out.model,
+        path,
+        base=config.model.source,
+        mask_id=out.mask_id,
+        end_id=out.generation.eos_ids[0],
+        trained=out.hf_config["marsjax"],
+        dtype=dtype,
     )
 
 
