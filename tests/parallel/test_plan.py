@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from marsjax.decoding.options import Options
+from marsjax.models.adapters import is_adapter
 from marsjax.models.layout import abstract
 from marsjax.parallel import ahead, flops, hlo
 from marsjax.parallel.slices import parse_slice
@@ -20,7 +21,7 @@ from marsjax.training import load_config, plan_table, setup
 from marsjax.training import plan as planning
 from marsjax.training.config import ConfigError
 from marsjax.training.optimizer import make_optimizer, make_schedule
-from marsjax.training.state import abstract_state
+from marsjax.training.state import abstract_frozen, abstract_state
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 FOR_SLICES = [path for path in CONFIGS if load_config(path).parallel.accelerator]
@@ -62,28 +63,38 @@ def test_every_recipe_divides_over_its_slice(path):
     config = load_config(path)
     model, mesh = planning.model_config(config), _mesh(config)
     setup.check_mesh(config, model, mesh)
-    assert config.objective.block_size == 1 or config.row_length % config.objective.block_size == 0
+    assert config.row_length % config.objective.block == 0
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
-    held = planning.state_bytes(abstract_state(model, optimizer, mesh))
+    state, frozen = abstract_state(model, optimizer, mesh), abstract_frozen(model, jnp.bfloat16, mesh)
+    held = planning.state_bytes(state, frozen)
     # Independently: a matrix has one dimension of hidden_size, split over all chips; the rest is everywhere.
-    chips, expected = math.prod(mesh.shape.values()), 0
-    for _, variable in abstract(model)[1].flat_state():
+    chips, trained, still = math.prod(mesh.shape.values()), 0, 0
+    for path_, variable in abstract(model)[1].flat_state():
         shape = variable.get_raw_value().shape
-        is_matrix = (
-            len(shape) >= 2
-            and model.hidden_size in shape[-2:]
-            and (shape[0] == model.vocab_size or len(shape) > 2 or shape[-1] == model.vocab_size)
-        )
-        expected += 4 * math.prod(shape) // (chips if is_matrix else 1)
-    assert held["parameters"] == expected
-    assert 2 * expected <= held["moments"] <= 2 * expected + 64
+        size = math.prod(shape) // (chips if _is_split(path_, shape, model) else 1)
+        if model.adapter is not None and not is_adapter(path_):
+            still += 2 * size
+        else:
+            trained += 4 * size
+    assert held["parameters"] == trained + still
+    assert 2 * trained <= held["moments"] <= 2 * trained + 64
     assert sum(held.values()) < parse_slice(config.parallel.accelerator).chip.hbm / 2
+
+
+def _is_split(path, shape, model):
+    if "adapter" in path:  # A leads from, or B to, the hidden size
+        return (path[-1] == "a") == (path[-3] in ("q", "k", "v", "gate", "up"))
+    if is_adapter(path):
+        return path[0] == "masks" or "norm" not in path[1]
+    ends = shape[0] == model.vocab_size or len(shape) > 2 or shape[-1] == model.vocab_size
+    return len(shape) >= 2 and model.hidden_size in shape[-2:] and ends
 
 
 def test_known_shapes_are_the_published_ones():
     """Parameters, from the models' cards."""
     counts = {"Qwen/Qwen2.5-0.5B-Instruct": 0.494, "Qwen/Qwen2.5-7B-Instruct": 7.616, "Qwen/Qwen3-8B": 8.191,
-              "meta-llama/Llama-3.1-8B-Instruct": 8.030, "HuggingFaceTB/SmolLM2-135M-Instruct": 0.1345}  # fmt: skip
+              "meta-llama/Llama-3.1-8B-Instruct": 8.030, "allenai/Llama-3.1-Tulu-3-8B-SFT": 8.030,
+              "HuggingFaceTB/SmolLM2-135M-Instruct": 0.1345}  # fmt: skip
     for name, billions in counts.items():
         params = jax.tree.leaves(abstract(planning.KNOWN[name])[1])
         assert sum(math.prod(x.shape) for x in params) / 1e9 == pytest.approx(billions, abs=6e-4), name
@@ -185,7 +196,7 @@ def test_table_and_json(mars_7b):
 @pytest.mark.parametrize(
     "name",
     ["qwen2.5_0.5b_sft", "qwen2.5_0.5b_mars_b8", "qwen2.5_0.5b_block_diffusion", "qwen2.5_7b_sft",
-     "qwen2.5_7b_block_diffusion"],
+     "qwen2.5_7b_block_diffusion", "qwen2.5_0.5b_mtp", "qwen2.5_0.5b_mars_gated"],
 )  # fmt: skip
 def test_each_objective_compiles_and_fits(name):
     found = planning.plan(_recipe(name))

@@ -161,10 +161,8 @@ def all_anchors(batch):
 
 VARIANTS = {
     "plain": {},
-    "soft": {"soft_targets": True, "consistency": 0.5},
-    "tv": {"tv_weight": 0.7},
-    "soft and tv": {"soft_targets": True, "tv_weight": 2.0},
-    "free running": {"free_running": True},
+    "soft targets and total variation": {"soft_targets": True, "tv_weight": 2.0, "consistency": 0.5},
+    "free running, total variation": {"free_running": True, "tv_weight": 0.7},
 }
 
 
