@@ -10,6 +10,7 @@ from flax import nnx
 from marsjax.models.config import AdapterConfig
 from marsjax.models.decoder import Decoder
 from marsjax.models.layout import from_params
+from marsjax.parallel.sharding import shardings
 
 Tree = dict[Any, Any]  # nested dict of arrays
 
@@ -49,19 +50,18 @@ def attach(model: Decoder, adapter: AdapterConfig, *, seed: int = 0, mesh: Any =
     B is 0. Mask embeddings are drawn around the mean of the decoder's own, as scattered as those are.
     `mesh`: where it is to lie; None: on the first device.
     """
-    from marsjax.parallel.sharding import shardings
-
     if model.config.adapter is not None:
         raise ValueError("the decoder has an adapter already")
     config = dataclasses.replace(model.config, adapter=adapter)
     own = nnx.to_pure_dict(nnx.state(model))
 
+    unit = dataclasses.replace(config, initializer_range=1.0)
+
     def make(table: jax.Array) -> Tree:
-        made = split(nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(seed), layout=model.layout))))[1]
+        made = split(nnx.to_pure_dict(nnx.state(Decoder(unit, rngs=nnx.Rngs(seed), layout=model.layout))))[1]
         if "masks" in made:
             table = table.astype(jnp.float32)
-            drawn = made["masks"]["embedding"] / config.initializer_range
-            made["masks"]["embedding"] = table.mean(0) + drawn * table.std(0)
+            made["masks"]["embedding"] = table.mean(0) + made["masks"]["embedding"] * table.std(0)
         return made
 
     places = None

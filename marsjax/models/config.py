@@ -53,7 +53,7 @@ class AdapterConfig:
                 raise ValueError(f"adapter {name} must be an integer of at least {least}, got {value!r}")
         if not (type(self.alpha) in (int, float) and 0 < self.alpha < math.inf):
             raise ValueError(f"adapter alpha must be a positive number, got {self.alpha!r}")
-        if not self.targets or set(self.targets) - set(TARGETS):
+        if not self.targets or any(name not in TARGETS for name in self.targets):
             raise ValueError(f"adapter targets must be some of {', '.join(TARGETS)}, got {list(self.targets)}")
 
 

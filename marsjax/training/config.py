@@ -39,7 +39,7 @@ class ModelSection:
         metadata={"help": "or from scratch: fields of marsjax.models.ModelConfig (vocab_size may be left)"},
     )
     tokenizer: str | None = _setting(None, "with init: 'demo', or a directory or hub id with a tokenizer")
-    init_seed: int = _setting(0, "with init: seed of the first weights")
+    init_seed: int = _setting(0, "seed of the first weights, of init and of an adapter")
 
 
 @dataclass(frozen=True)
@@ -346,6 +346,7 @@ def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_type_name(o) for o in typing.get_args(hint))
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
+    names[list] = "a list"
     return "null" if hint is type(None) else names.get(hint, str(hint))
 
 
@@ -415,6 +416,8 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"data.row_length={row_length} is shorter than a document of data.length={d.length} may be"
     elif d.noisy_length is not None and (d.noisy_length % b or not 0 < d.noisy_length <= row_length):
         yield f"data.noisy_length={d.noisy_length} must be a multiple of {b} (block_size) and at most {row_length}"
+    if d.fill_last_block_with_end and c.objective.name in ("sft", "mtp"):
+        yield f"data.fill_last_block_with_end=true fills blocks, which objective.name={c.objective.name} does not have"
     if list(c.parallel.sizes.values()).count(-1) > 1:
         yield f"of parallel.slice, data, fsdp and tensor only one may be -1, got {c.parallel.sizes}"
     for name, size in c.parallel.sizes.items():
@@ -466,15 +469,19 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
     try:
         a.of(o)
     except ValueError as error:
-        yield f"adapter: {error}"
+        yield str(error)
     if a.rank is None:
         if o.name == "mtp":
             yield "objective.name=mtp trains an adapter: set adapter.rank, for example 16"
         for name in ("alpha", "targets", "gated"):
             if getattr(a, name) != getattr(AdapterSection(), name):
                 yield f"adapter.{name}={getattr(a, name)} goes with adapter.rank: without one all weights are trained"
+    elif c.model.init is not None:
+        yield "adapter.rank with model.init: the random weights an adapter needs beside it would be saved nowhere"
     elif o.name == "sft" and a.gated:
         yield "objective.name=sft has no masks, which is where a gated adapter acts: set adapter.gated=false"
+    elif o.name == "mars" and a.gated and o.ar_weight != defaults.ar_weight:
+        yield f"objective.ar_weight={o.ar_weight}: under a gated adapter the next-token loss is constant; leave it out"
     if o.name != "mtp":
         for name in ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running"):
             if getattr(o, name) != getattr(defaults, name):

@@ -111,11 +111,11 @@ def _check_same_run(directory: Path, config: TrainConfig) -> None:
     if not (saved.exists() and checkpoints.is_dir() and any(checkpoints.iterdir())):
         return
     if found := differences(_saved_config(saved), config.to_dict()):
+        further = "; to train its model further, take its export as model.source" if config.adapter.rank is None else ""
         raise AnotherRun(
             f"{directory} holds checkpoints of another configuration:\n  "
             + "\n  ".join(found)
-            + "\nchoose another output.directory, or delete this one to start anew; to train its model "
-            "further, take its export as model.source"
+            + f"\nchoose another output.directory, or delete this one to start anew{further}"
         )
 
 

@@ -6,6 +6,8 @@ import optax
 
 from marsjax.training.config import OptimizerSection
 
+MATRICES = ("kernel", "a", "b")  # leaves of linears, and of adapters
+
 
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     """Learning rate of update 0 … steps-1: linear warm-up to the peak, then a cosine to `final_fraction` of it.
@@ -21,7 +23,7 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clip, Adam, decoupled weight decay of matrices (`kernel` leaves), learning rate.
+    """Clip, Adam, decoupled weight decay of matrices, learning rate.
 
     Norms, biases and the embedding table do not decay: most rows of the table get no gradient from a fine-tuning set,
     and decay alone would shrink tokens the data does not hold.
@@ -49,4 +51,4 @@ def _decay_rate(step, b2):
 
 def decays(params):
     """A pytree of bools like `params`: which leaves weight decay acts on."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in MATRICES, params)

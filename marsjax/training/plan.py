@@ -316,8 +316,11 @@ class _Visited(NamedTuple):
     of_kv: float
 
     @classmethod
-    def of(cls, head_dim: int, length: int, noisy: int = 0, block: int = 1, *, behind: bool = False, **kind: bool):
-        """As `splash.two_stream_attend`, or `splash.behind_attend` of a constant state."""
+    def of(
+        cls, head_dim: int, length: int, noisy: int = 0, block: int = 1,
+        *, behind: bool = False, constant: bool = False, **kind: bool,
+    ):  # fmt: skip
+        """As `splash.two_stream_attend` or `splash.behind_attend`."""
         tiles = splash.choose_tiles(length, noisy, block, head_dim, behind=behind, **kind)
         layout = splash.Layout(length, noisy, block, tiles.unit, **kind)
 
@@ -325,7 +328,7 @@ class _Visited(NamedTuple):
             grid = splash.visits(layout, q, kv)[layout.start // q if behind else 0 :, first_key // kv :]
             return float((grid > 0).sum()) * q * kv
 
-        first_key = layout.start if behind else 0
+        first_key = layout.start if constant else 0
         return cls(layout.total, area(tiles.q, tiles.kv), area(*tiles.backward), area(*tiles.backward, first_key))
 
 
@@ -333,8 +336,8 @@ def _kernel_flops(config: TrainConfig, model: ModelConfig, noisy: int) -> flops.
     """Of splash attention's kernels: two products a visited pair forward, five backward, in one kernel or two."""
     o, length = config.objective, config.row_length
     if o.name == "mtp":
-        masks = o.block_size * min(length, o.anchors or noisy)
-        behind = _Visited.of(model.head_dim, length, masks, o.block_size, anchored=True, behind=True)
+        masks, gated = o.block_size * min(noisy, o.anchors or noisy), config.adapter.gated
+        behind = _Visited.of(model.head_dim, length, masks, o.block_size, anchored=True, behind=True, constant=gated)
         visited = [_Visited.of(model.head_dim, length), behind]
     elif o.has_masks:
         visited = [_Visited.of(model.head_dim, length, noisy, o.block_size, ahead=o.name == "block_diffusion")]
@@ -345,8 +348,8 @@ def _kernel_flops(config: TrainConfig, model: ModelConfig, noisy: int) -> flops.
         name = str(equation.params.get("name_and_src_info", equation.params.get("name", "")))
         shapes = [v.aval.shape for v in equation.invars if len(v.aval.shape) >= 3]
         heads = max(math.prod(shape[:-2]) for shape in shapes)
-        rows = {shape[-2] for shape in shapes}
-        pairs = next((v for v in visited if v.keys in rows), visited[-1])
+        keys = max(shape[-2] for shape in shapes)  # a call has at least as many as queries, and tells by them only
+        pairs = next((v for v in visited if v.keys == keys), visited[-1])
         # dq takes three of the five products, dkv four: each computes the scores and their gradient anew.
         work = 4 * pairs.of_kv if "dkv" in name else 3 * pairs.of_q if "dq" in name else 2 * pairs.forward
         return 2.0 * heads * work * model.head_dim

@@ -166,8 +166,6 @@ def describe_model(config: TrainConfig) -> Pretrained:
     adapter = config.adapter.of(config.objective)
     if adapter is None:
         return found
-    if found.model.config.adapter is not None:
-        raise ConfigError(f"model.source={config.model.source} has an adapter already")
     described = dataclasses.replace(found.model.config, adapter=adapter)
     return dataclasses.replace(found, model=nnx.merge(*abstract(described)))
 

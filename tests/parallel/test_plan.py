@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,24 @@ def test_flops_count_loops_and_devices():
     assert flops.count(jax.make_jaxpr(f)(x, ws)) == 5 * product
     # Backward: the two gradients, and the forward product once more.
     assert flops.count(jax.make_jaxpr(jax.grad(f, argnums=(0, 1)))(x, ws)) == 5 * (1 + 1 + 2) * product
+
+
+def test_kernels_of_masks_and_of_text_are_told_apart():
+    """Also where there are as many masks as columns; a gated adapter saves the gradients of the text's keys."""
+
+    def flops_of(name, keys, gated=True):
+        config = load_config(CONFIGS[0].parent / "tulu3_8b_mtp.yaml", [f"adapter.gated={str(gated).lower()}"])
+        assert config.objective.block_size * config.objective.anchors == config.row_length == 1024
+        shapes = [(8, 32, 1024, 128), (8, 8, keys, 128), (8, 8, keys, 128), (8, 1024, 128), (8, 8, keys)]
+        invars = [SimpleNamespace(aval=SimpleNamespace(shape=shape)) for shape in shapes]
+        equation = SimpleNamespace(params={"name_and_src_info": name}, invars=invars)
+        return planning._kernel_flops(config, planning.model_config(config), 1024)(equation)
+
+    product = 2 * 8 * 32 * 128
+    assert flops_of("fwd", 1024) == 2 * product * 3 * 512**2  # of four tiles of 512 the one above the diagonal is empty
+    # Masks visit that part of themselves, and, since anchors may stand anywhere, nearly all of the text.
+    assert 2 * product * (3 * 512**2 + 1024**2 / 2) < flops_of("fwd", 2048) <= 2 * product * 2 * 1024**2
+    assert flops_of("dkv", 2048) < flops_of("dkv", 2048, gated=False) == 2 * flops_of("fwd", 2048)
 
 
 def test_program_text():

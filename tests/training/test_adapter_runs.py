@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import yaml
 from flax import nnx
 
 from marsjax import weights
@@ -14,6 +15,7 @@ from marsjax.demo import assets
 from marsjax.models.adapters import split
 from marsjax.training import load_config, train
 from marsjax.training.checkpoints import Checkpoints
+from marsjax.training.config import AnotherRun
 from marsjax.training.export import export
 
 BASE = str(assets() / "demo_ar")
@@ -64,6 +66,15 @@ def test_checkpoints_hold_the_adapter_alone_and_are_gone_on_from(run, tmp_path):
     one, two = (split(leaves(weights.load(BASE, adapter=path).model))[1] for path in (run.export, again.export))
     jax.tree.map(np.testing.assert_array_equal, one, two)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [4]
+
+
+def test_another_adapter_is_another_run(tmp_path):
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    one, other = (load_config(None, [*MTP, f"adapter.rank={r}", f"output.directory={tmp_path}"]) for r in (4, 8))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(one.to_dict()))
+    with pytest.raises(AnotherRun, match=r"adapter\.rank: 4 there, 8 here") as error:
+        train(other)
+    assert "as model.source" not in str(error.value)  # an adapter is none
 
 
 def test_a_checkpoint_exports_as_the_run_does(run, tmp_path):

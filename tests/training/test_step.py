@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from marsjax.models.adapters import attach
+from marsjax.models.config import AdapterConfig
 from marsjax.parallel.sharding import make_mesh
 from marsjax.training.config import OptimizerSection
 from marsjax.training.objectives import mars
@@ -90,8 +92,12 @@ def test_three_steps_equal_numpy(tiny, make, trainer):
 
 
 def test_what_decays(tiny):
-    names = {path[-1].key: value for path, value in jax.tree_util.tree_flatten_with_path(decays(tiny.params))[0]}
-    assert names == {"kernel": True, "bias": False, "scale": False, "embedding": False}
+    adapter = AdapterConfig(rank=2, alpha=4.0, masks=2, sampler=True)
+    model = attach(tiny.build(jax.tree.map(jnp.array, tiny.params)), adapter)
+    flat = jax.tree_util.tree_flatten_with_path(decays(nnx.to_pure_dict(nnx.state(model))))[0]
+    assert {path[-1].key: value for path, value in flat} == {
+        "kernel": True, "a": True, "b": True, "bias": False, "scale": False, "embedding": False,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
