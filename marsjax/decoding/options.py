@@ -98,7 +98,7 @@ class Options:
         for option in ("window", "k", "block_complexity", "lookup", "draft_window", "cache_block", "diffusion_block"):
             if getattr(self, option) is not None and positive(option, getattr(self, option)) > MOST_SLOTS:
                 raise ValueError(f"{option} must be at most {MOST_SLOTS}, got {getattr(self, option)}")
-        if self.sampler not in (None, True, False):
+        if not isinstance(self.sampler, bool | None):
             raise ValueError(f"sampler must be true or false, got {self.sampler!r}")
         if (count := self.sampler_candidates) is not None:
             if count != 0 or isinstance(count, bool):

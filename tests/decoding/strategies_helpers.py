@@ -11,7 +11,8 @@ from decoding_helpers import MASK, PAD, pretrained
 from flax import nnx
 
 from marsjax.data.problems import problem
-from marsjax.decoding import Generator
+from marsjax.decoding import Generator, step
+from marsjax.decoding.engine import _idle_rows
 
 LANES = 8
 MODELS = ("tiny_mars", "tiny_random")
@@ -80,6 +81,24 @@ def prompts_of(model, number, seed=0):
 
 def ids(results):
     return [r.ids for r in results]
+
+
+def check_types(runtime):
+    """Every program leaves the types of the state as it found them: another dtype, or a weak one, and all would be
+    compiled a second time in the middle of a request."""
+    network, strategy, params = runtime.network, runtime.strategy, runtime.params
+    controls = step.Controls(**_idle_rows(8), allowed=runtime.allowed, mask_id=runtime.mask_id)
+    one = np.int32(1)
+    began = jax.eval_shape(lambda: step.start.__wrapped__(network, strategy, 8, 64))
+    filled = jax.eval_shape(lambda s: step.prefill.__wrapped__(network, strategy, 16, params, s, one), began)
+    after = jax.eval_shape(lambda s: step.advance.__wrapped__(network, strategy, params, controls, s, one, one), began)
+    larger = jax.eval_shape(lambda s: step.resize.__wrapped__(strategy, s, 96), began)
+
+    def types(state):
+        return [(jax.tree_util.keystr(p), x.dtype, x.weak_type, x.shape) for p, x in jax.tree.leaves_with_path(state)]
+
+    assert types(filled) == types(after) == types(began)
+    assert types(larger) == types(jax.eval_shape(lambda: step.start.__wrapped__(network, strategy, 8, 96)))
 
 
 @contextlib.contextmanager

@@ -2,17 +2,15 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from decoding_helpers import MASK, generator, pretrained
 from flax import nnx
-from strategies_helpers import DRAFT, STRATEGIES, base, marked, of
+from strategies_helpers import DRAFT, STRATEGIES, base, check_types, marked, of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from marsjax.decoding import Generator, step
-from marsjax.decoding.engine import _idle_rows
+from marsjax.decoding import Generator
 from marsjax.decoding.options import Options
 
 
@@ -199,17 +197,4 @@ ALL = STRATEGIES | {
 def test_a_step_leaves_the_types_it_found(name):
     """Another dtype, or a weak one, and every program would be compiled a second time in the middle of a request."""
     draft = {"draft": marked("tiny_random")} if ALL[name]["strategy"] == "speculative" else {}
-    runtime = base("tiny_mars").with_strategy(**ALL[name], **draft).runtime
-    network, strategy, params = runtime.network, runtime.strategy, runtime.params
-    controls = step.Controls(**_idle_rows(8), allowed=runtime.allowed, mask_id=runtime.mask_id)
-    one = np.int32(1)
-    began = jax.eval_shape(lambda: step.start.__wrapped__(network, strategy, 8, 64))
-    filled = jax.eval_shape(lambda s: step.prefill.__wrapped__(network, strategy, 16, params, s, one), began)
-    after = jax.eval_shape(lambda s: step.advance.__wrapped__(network, strategy, params, controls, s, one, one), began)
-    larger = jax.eval_shape(lambda s: step.resize.__wrapped__(strategy, s, 96), began)
-
-    def types(state):
-        return [(jax.tree_util.keystr(p), x.dtype, x.weak_type, x.shape) for p, x in jax.tree.leaves_with_path(state)]
-
-    assert types(filled) == types(after) == types(began)
-    assert types(larger) == types(jax.eval_shape(lambda: step.start.__wrapped__(network, strategy, 8, 96)))
+    check_types(base("tiny_mars").with_strategy(**ALL[name], **draft).runtime)
