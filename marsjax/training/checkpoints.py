@@ -27,6 +27,7 @@ class SaveError(RuntimeError):
 class Restored(NamedTuple):
     params: Params
     step: int
+    host: dict[str, Any]
 
 
 class Checkpoints:
@@ -105,8 +106,8 @@ class Checkpoints:
     def restore_params(self, like: TrainState, step: int | None = None) -> Restored:
         """The parameters alone, of the newest readable step or the one asked for. Raises RuntimeError as `restore`."""
         nothing = jax.tree.map(lambda _: ocp.PLACEHOLDER, like)._replace(params=abstract(like).params)
-        found, _, at = self._newest(nothing._asdict(), step)
-        return Restored(found["params"], at)
+        found, host, at = self._newest(nothing._asdict(), step)
+        return Restored(found["params"], at, host)
 
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
         """(state, host notes) of the newest readable step, or of the one asked for; None if there is none at all.

@@ -49,11 +49,11 @@ def export(
     model = from_params(described.model.config, join(frozen, found.params))
     path = Path(target or directory / ("export" if step is None else f"export-{found.step}"))
     out = as_pretrained(config, described, model, turn_end_id(described.tokenizer))
-    return write(config, out, path, dtype), found.step
+    return write(config, out, path, dtype, norms=found.host.get("base")), found.step
 
 
-def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None) -> Path:
-    """The trained weights as a directory: the whole model, or its adapter alone."""
+def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None, *, norms: str | None) -> Path:
+    """The trained weights as a directory: the whole model, or its adapter alone. `norms`: its base's fingerprint."""
     dtype = dtype or config.output.export_dtype
     if out.model.config.adapter is None:
         return save(out, path, dtype=dtype)
@@ -63,6 +63,7 @@ def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None) -
         base=config.model.source,
         mask_id=out.mask_id,
         end_id=out.generation.eos_ids[0],
+        norms=norms,
         trained=out.hf_config["marsjax"],
         dtype=dtype,
     )

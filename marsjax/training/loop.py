@@ -36,6 +36,7 @@ from marsjax.training.state import Params, abstract_state, copy_as_list, new_sta
 from marsjax.training.step import batch_sharding, make_train_step, place_batch, place_whole
 from marsjax.training.stopping import StopAsked
 from marsjax.weights import Pretrained
+from marsjax.weights.adapters import fingerprint
 
 _LAST_WAIT = 300.0  # seconds for a checkpoint under way when a process ends in an error
 
@@ -177,6 +178,8 @@ class _Run:
         self.micro_rows = config.data.batch_size // config.data.accumulation
         self.batch_sharding = batch_sharding(mesh, self.micro_rows)
         self.eval_step = setup.make_evaluation(config, self.model_config, forward)
+        # What an adapter is trained beside is read anew by every start, and must be the same.
+        self.base = None if self.model_config.adapter is None else fingerprint(pretrained.model)
         self.frozen = parted(self.model_config, nnx.to_pure_dict(nnx.state(pretrained.model)))[1]
         self.state = new_state(pretrained.model, optimizer, config.compute.seed, mesh)
         self.like = abstract_state(self.model_config, optimizer, mesh)
@@ -208,6 +211,11 @@ class _Run:
     def _resume(self) -> None:
         if agree(bool(self.checkpoints.steps())):
             host = self._read()
+            if host.get("base") != self.base:
+                raise AnotherRun(
+                    f"the checkpoints in {self.checkpoints.directory} belong to an adapter of other weights than "
+                    f"model.source={self.config.model.source} has now; give the same, or choose another output.directory"
+                )
             self.data.batches.restore(host["data"])
             known = {f.name for f in fields(_Progress)}
             self.progress = _Progress(**{name: value for name, value in host["progress"].items() if name in known})
@@ -358,7 +366,7 @@ class _Run:
         return join(self.frozen, self.state.params)
 
     def _save(self) -> None:
-        host = {"data": self.data.batches.state(), "progress": vars(self.progress)}
+        host = {"data": self.data.batches.state(), "progress": vars(self.progress), "base": self.base}
         best = self.progress.best
         self.checkpoints.save(self.state, host, best_step=best["step"] if best else None)
 
@@ -373,7 +381,7 @@ class _Run:
         if which == "best" and best is not None and best["step"] != int(self.state.step):
             self._read(best["step"])
         model = rebuild(self.model_config, self._params())
-        path = write(self.config, self._as_pretrained(model), self.directory / "export")
+        path = write(self.config, self._as_pretrained(model), self.directory / "export", norms=self.base)
         self.reporter.note(f"exported to {path}")
         return path
 

@@ -71,8 +71,11 @@ class Drawn(NamedTuple):
     denominator: jax.Array  # [..., N] float32
 
 
-def draw(batch: Any, key: jax.Array, target_rows: int | None, options: MultiToken) -> Drawn:
-    """Anchors of every sequence. `target_rows`: at least the rows with a target of any; None: all may have one."""
+def draw(batch: Any, key: jax.Array | None, target_rows: int | None, options: MultiToken) -> Drawn:
+    """Anchors of every sequence. `target_rows`: at least the rows with a target of any; None: all may have one.
+
+    `key` None: anchors spread over the sequence, always the same.
+    """
     k, length = options.masks, batch.tokens.shape[-1]
     behind = jnp.arange(1, k + 1)
     last = length - 1
@@ -93,7 +96,9 @@ def draw(batch: Any, key: jax.Array, target_rows: int | None, options: MultiToke
     count = min(length, target_rows or length)
     order = every
     if options.anchors is not None and options.anchors < count:
-        count, order = options.anchors, jax.random.uniform(key, batch.tokens.shape)
+        count = options.anchors
+        # Multiples of the golden ratio, modulo 1: any first few of them are spread evenly.
+        order = jnp.mod(every * 0.618034, 1) if key is None else jax.random.uniform(key, batch.tokens.shape)
     chosen = jnp.argsort(jnp.where(may, order, jnp.inf), axis=-1, stable=True)[..., :count]
     used = at(may, chosen)
     anchors = jnp.sort(jnp.where(used, chosen, -1), axis=-1)
@@ -229,12 +234,10 @@ def _own_choices(model: Decoder, z: jax.Array, before: jax.Array, k: int, forwar
 
 
 def make_eval_step(config: ModelConfig, *, options: MultiToken, forward: Forward, unroll: bool = False):
-    """As `marsjax.training.evaluate.make_eval_step`, with anchors that depend on the batch only."""
+    """As `marsjax.training.evaluate.make_eval_step`, with the same anchors of a sequence at every evaluation."""
 
     def eval_step(params: Params, batch: Any, target_rows: int | None):
-        # The same anchors at every evaluation.
-        key = jax.random.fold_in(jax.random.key(0), batch.tokens.sum())
-        drawn = draw(batch, key, target_rows, options)
+        drawn = draw(batch, None, target_rows, options)
         scores = score(rebuild(config, params, unroll=unroll), drawn, target_rows, options, forward, with_ordinary=True)
         assert scores.of_ordinary is not None
         k, count = options.masks, drawn.weights.shape[1]

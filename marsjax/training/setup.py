@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
+from marsjax.attention.splash import MAX_LENGTH
 from marsjax.data.batch import BatchFormat
 from marsjax.data.packing import Packing, pack
 from marsjax.data.pipeline import RowSet, TrainBatches, eval_batches, load_rows
@@ -359,6 +360,13 @@ def make_forward(config: TrainConfig, platform: str) -> Forward:
     remat, attention = config.compute.remat, config.compute.attention
     if attention == "auto":
         attention = "splash" if platform == "tpu" else "blocks"
+    if attention == "splash" and config.objective.name == "mtp":
+        k, anchors = config.objective.block_size, min(config.objective.anchors or config.row_length, config.row_length)
+        if k * anchors > MAX_LENGTH:
+            raise ConfigError(
+                f"objective.block_size={k} masks behind {anchors} anchors of a row are more than the {MAX_LENGTH} rows of "
+                f"splash attention; set objective.anchors to at most {MAX_LENGTH // k}"
+            )
     if remat == "auto":
         # A CPU computes norms, activations and softmax again in less time than it takes to store and fetch them.
         scanned_on_cpu = platform == "cpu" and not config.compute.unroll_layers

@@ -76,6 +76,7 @@ def save_adapter(
     base: str | None,
     mask_id: int | None = None,
     end_id: int | None = None,
+    norms: str | None = None,
     trained: dict[str, Any],
     dtype: Any = None,
 ) -> Path:
@@ -85,6 +86,7 @@ def save_adapter(
       base: path or hub id of the model without the adapter, for those who read the files.
       mask_id: row of the mask token, if training used one: the base is given it again when the adapter is loaded.
       end_id: the token that ends an answer in the training data; a model with a plain adapter ends with it.
+      norms: the `fingerprint` of the model without the adapter; None: of this one, if its weights are there.
       trained: how: block_size, objective and what else JSON can hold.
       dtype: float32, bfloat16 or float16; None: as held.
 
@@ -100,7 +102,7 @@ def save_adapter(
     tensors = outgoing(added, storage_dtype(dtype, added[0].variable.get_raw_value().dtype))
     own = {
         "format_version": VERSION,
-        "base": {**{name: getattr(model.config, name) for name in SHAPE}, "norms": fingerprint(model)},
+        "base": {**{name: getattr(model.config, name) for name in SHAPE}, "norms": norms or fingerprint(model)},
         "masks": adapter.masks,
         "sampler": adapter.sampler,
         "mask_token_id": None if mask_id is None else int(mask_id),
@@ -170,13 +172,12 @@ def open_adapter(source: str | Path) -> AdapterFiles:
     )
 
 
+_ID = (lambda v: v is None or (type(v) is int and v >= 0), "a token id or null")
 _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format_version": (lambda v: v == VERSION, f"{VERSION}; update marsjax to read newer ones"),
     "masks": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
     "sampler": (lambda v: isinstance(v, bool), "true or false"),
-    **dict.fromkeys(
-        ("mask_token_id", "end_token_id"), (lambda v: v is None or (type(v) is int and v >= 0), "a token id or null")
-    ),
+    **dict.fromkeys(("mask_token_id", "end_token_id"), _ID),
     "base": (lambda v: isinstance(v, dict) and set(SHAPE) <= v.keys(), f"an object with {', '.join(SHAPE)}"),
     "training": (lambda v: isinstance(v, dict), "an object"),
 }
@@ -215,8 +216,9 @@ def check(adapter: AdapterFiles, config: ModelConfig) -> None:
     if others:
         found = [f"it was trained beside another model: {'; '.join(others)}"]
     elif adapter.config is not None:
-        params = abstract(dataclasses.replace(config, adapter=adapter.config), "list")[1]
-        wanted = {entry.names[0]: entry.shape for entry in entries(params, config.num_layers) if is_adapter(entry.path)}
+        params = abstract(dataclasses.replace(config, adapter=adapter.config), "stacked")[1]
+        added = [entry for entry in entries(params, config.num_layers) if is_adapter(entry.path)]
+        wanted = {name: entry.shape for entry in added for name in entry.names}
         found = differences(wanted, adapter.tensors)
         found = found[:SHOWN] + ([f"and {len(found) - SHOWN} more tensors"] if len(found) > SHOWN else [])
     if found:

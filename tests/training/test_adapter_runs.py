@@ -1,10 +1,12 @@
 """`marsjax train` with an adapter: what it trains, saves, goes on from, exports and decodes."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import yaml
 from flax import nnx
 
@@ -15,7 +17,7 @@ from marsjax.demo import assets
 from marsjax.models.adapters import split
 from marsjax.training import load_config, train
 from marsjax.training.checkpoints import Checkpoints
-from marsjax.training.config import AnotherRun
+from marsjax.training.config import AnotherRun, ConfigError
 from marsjax.training.export import export
 
 BASE = str(assets() / "demo_ar")
@@ -80,8 +82,21 @@ def test_another_adapter_is_another_run(tmp_path):
 def test_a_checkpoint_exports_as_the_run_does(run, tmp_path):
     path, step = export(run.directory, tmp_path / "later")
     assert step == 4
-    for name in ("marsjax_adapter.safetensors", "adapter_config.json"):
+    for name in ("marsjax_adapter.safetensors", "marsjax_adapter.json", "adapter_config.json"):
         assert (path / name).read_bytes() == (run.export / name).read_bytes()
+
+
+def test_another_base_is_noticed(run, tmp_path):
+    """Its weights are not in the checkpoints, and are read again from where they were."""
+    shutil.copytree(run.directory, tmp_path / "run")
+    base = shutil.copytree(BASE, tmp_path / "base")
+    found = safetensors.numpy.load_file(base / "model.safetensors")
+    found["model.norm.weight"] *= 1.1
+    safetensors.numpy.save_file(found, base / "model.safetensors")
+    saved = tmp_path / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace(BASE, str(base)))
+    with pytest.raises(ConfigError, match="belong to an adapter of other weights than"):
+        train(load_config(saved, [f"output.directory={tmp_path / 'run'}", "optimizer.steps=4"]))
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -95,6 +95,7 @@ def test_a_field_of_init_by_its_own_key(good):
         ("{objective: {name: mtp}, adapter: {rank: 2}, data: {fill_last_block_with_end: true}}", "objective.name=mtp"),
         ("{objective: {name: sft}, data: {fill_last_block_with_end: true}}", "fills blocks, which objective.name=sft"),
         ("adapter={rank: 2, targets: [q, z]}", "adapter targets must be some of q, k, v, o, gate, up, down, got"),
+        ("{objective: {name: block_diffusion}, adapter: {rank: 2}}", "lets text see ahead in its block"),
         ("{objective: {name: sft}, adapter: {rank: 2}}", "set adapter.gated=false"),
         ("{objective: {name: mtp, anchors: 0}, adapter: {rank: 2}}", "objective.anchors=0 must be at least 1"),
         ("{objective: {name: mtp, tv_weight: -1}, adapter: {rank: 2}}", "objective.tv_weight=-1.0 must be at least 0"),

@@ -217,6 +217,24 @@ def test_attention_paths_agree(model, attention):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-3, atol=1e-4), of_a, of_b)
 
 
+@pytest.mark.parametrize("how", [{"remat": "nothing_saveable"}, {"unroll": True}], ids=["remat", "unrolled"])
+def test_other_programs_compute_the_same(model, how):
+    drawn = mtp.draw(packed(ROWS[:2]), jax.random.key(0), None, MultiToken(K, anchors=4))
+    how, unroll = {**how}, how.get("unroll", False)
+    how.pop("unroll", None)
+
+    def loss(trained, unroll, forward):
+        decoder = rebuild(model.config, join(model.frozen, trained), unroll=unroll)
+        return mtp.multi_token(decoder, drawn, None, MultiToken(K, anchors=4), forward).numerator
+
+    (a, of_a), (b, of_b) = (
+        jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))(model.trained, *options)
+        for options in ((False, KEEP_ALL), (unroll, Forward(**how)))
+    )
+    np.testing.assert_allclose(b, a, rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5), of_a, of_b)
+
+
 def test_plain_adapter_trains_ordinary_rows(tiny):
     plain = adapted(tiny, dataclasses.replace(ADAPTER, gated=False))
     batch, options = packed(ROWS[:1]), MultiToken(K)
@@ -240,6 +258,8 @@ def test_drawn_anchors(model):
     sums = run(model.config, model.params, drawn, options)
     for name, value in wanted.items():
         np.testing.assert_allclose(sums.terms[name] / sums.denominator, value, rtol=2e-5, err_msg=name)
+    spread = np.asarray(mtp.draw(batch, None, None, options).anchors[1])  # of 18 rows
+    assert np.diff(spread).max() <= 8
     others = [np.asarray(mtp.draw(batch, jax.random.key(key), None, options).anchors) for key in range(40)]
     assert any((x != np.asarray(drawn.anchors)).any() for x in others)
     # Every anchor that has a label is drawn at some time, and no other.
