@@ -480,8 +480,8 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
         yield "adapter.rank with model.init: the random weights an adapter needs beside it would be saved nowhere"
     elif o.name == "block_diffusion" and a.gated:
         yield (
-            "objective.name=block_diffusion lets text see ahead in its block, which a frozen model has never learned: set "
-            "adapter.gated=false"
+            "objective.name=block_diffusion lets text see ahead in its block, which a frozen model has never learned: "
+            "set adapter.gated=false"
         )
     elif o.name == "sft" and a.gated:
         yield "objective.name=sft has no masks, which is where a gated adapter acts: set adapter.gated=false"

@@ -214,7 +214,8 @@ class _Run:
             if host.get("base") != self.base:
                 raise AnotherRun(
                     f"the checkpoints in {self.checkpoints.directory} belong to an adapter of other weights than "
-                    f"model.source={self.config.model.source} has now; give the same, or choose another output.directory"
+                    f"model.source={self.config.model.source} has now; give the same, or choose another "
+                    "output.directory"
                 )
             self.data.batches.restore(host["data"])
             known = {f.name for f in fields(_Progress)}

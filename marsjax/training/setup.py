@@ -364,8 +364,8 @@ def make_forward(config: TrainConfig, platform: str) -> Forward:
         k, anchors = config.objective.block_size, min(config.objective.anchors or config.row_length, config.row_length)
         if k * anchors > MAX_LENGTH:
             raise ConfigError(
-                f"objective.block_size={k} masks behind {anchors} anchors of a row are more than the {MAX_LENGTH} rows of "
-                f"splash attention; set objective.anchors to at most {MAX_LENGTH // k}"
+                f"objective.block_size={k} masks behind {anchors} anchors of a row are more than the {MAX_LENGTH} rows "
+                f"of splash attention; set objective.anchors to at most {MAX_LENGTH // k}"
             )
     if remat == "auto":
         # A CPU computes norms, activations and softmax again in less time than it takes to store and fetch them.
