@@ -21,8 +21,8 @@ HARMLESS = ("rotary_emb.inv_freq",)  # buffers that old exports carry; the confi
 
 def check(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> None:
     """Raises CheckpointError with every way in which the tensors are not those of such a model."""
-    _, params = abstract(config, "list")
-    wanted = {entry.names[0]: entry.shape for entry in entries(params, config.num_layers)}
+    _, params = abstract(config, "stacked")  # one layer stands for all
+    wanted = {name: entry.shape for entry in entries(params, config.num_layers) for name in entry.names}
     harmless = {name for name in tensors.keys() - wanted.keys() if name.endswith(HARMLESS) or name == HEAD}
     problems = differences(wanted, tensors, harmless)
     if HEAD in tensors.keys() - wanted.keys() and EMBEDDING in tensors and not _equal(tensors, HEAD, EMBEDDING):
