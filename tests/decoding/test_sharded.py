@@ -10,6 +10,7 @@ import random, sys
 sys.path.insert(0, {folder!r})
 import jax
 from decoding_helpers import CASES, MASK, pretrained
+from marsjax import weights
 from marsjax.decoding import Generator
 from marsjax.parallel.sharding import make_mesh
 
@@ -29,6 +30,11 @@ for strategy in ("mars", "comb", "block_diffusion"):
     shard = engine._state.cache[0].k.addressable_shards[0].data.shape
     assert shard[:2] == (2, 1), shard
     assert len(engine._state.length.sharding.device_set) == 8
+from adapters_helpers import with_adapter
+loaded = weights.load(CASES / "tiny_mars", layout="list", mesh=make_mesh(data=4, tensor=2))
+more = dict(strategy="comb", k=4, sampler_candidates=3, lanes=8, prefill_chunk=8)
+one, many = (Generator(with_adapter(model), **more) for model in (pretrained("tiny_mars"), loaded))
+assert [r.ids for r in many.generate(prompts, **options)] == [r.ids for r in one.generate(prompts, **options)]
 print("equal")
 """
 
