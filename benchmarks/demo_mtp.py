@@ -1,6 +1,6 @@
 """Ablations of multi-token prediction on the demo's frozen AR model: what each part gives, at exactly AR's answers.
 
-    python benchmarks/demo_mtp.py --out runs/demo_mtp_ablations [--steps 600] [--problems 256] [--only "rank 4"]
+    python benchmarks/demo_mtp.py --out runs/demo_mtp_ablations [--steps 200] [--problems 128] [--only "rank 4"]
 
 Trains one adapter a row by configs/demo_mtp.yaml with the settings named, decodes the same held-out problems with
 `comb` and `chain`, and prints markdown: the share of answers right, of answers equal to the base model's own (token for
@@ -43,8 +43,9 @@ DECODED: dict[str, dict] = {
 def main(
     *,
     out: Path = Path("runs/demo_mtp_ablations"),
-    steps: int = 600,
-    problems: int = 256,
+    steps: int = 200,
+    problems: int = 128,
+    batch: int = 16,
     k: int = 4,
     held_out_seed: int = 100,
     only: tuple[str, ...] = (),
@@ -76,10 +77,15 @@ def main(
     for name, overrides in VARIANTS.items():
         if only and name not in only:
             continue
-        directory = out / name.replace(" ", "_")
-        fixed = (f"model.source={base}", f"output.directory={directory}", f"objective.block_size={k}")
-        quiet = (f"optimizer.steps={steps}", "evaluation.data=null", "evaluation.decode_prompts=0")
         began = time.perf_counter()
+        directory = out / name.replace(" ", "_")
+        fixed = (
+            f"data.batch_size={batch}",
+            f"model.source={base}",
+            f"output.directory={directory}",
+            f"objective.block_size={k}",
+        )
+        quiet = (f"optimizer.steps={steps}", "evaluation.data=null", "evaluation.decode_prompts=0")
         run = train(load_config(ROOT / "configs/demo_mtp.yaml", [*fixed, *quiet, *overrides]))
         seconds = time.perf_counter() - began
         adapted = weights.load(base, adapter=run.export)
