@@ -36,6 +36,8 @@ def devices(slice_: Slice, slices: int = 1) -> Sequence[Any]:
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if slice_.chip.name == "v4":
         options["chip_config_name"] = "megacore"  # both cores of a chip as one device, as JAX shows them
+    if slice_.chips == 1:  # hosts of four are what the compiler expects
+        options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=slice_.topology, **options).devices
     except jax.errors.JaxRuntimeError as error:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from marsjax.attention.masks import dense_mask, two_stream, two_stream_rows
 from marsjax.decoding import generator
-from marsjax.training.evaluate import BINS, _histogram, decode, evaluate, held_out_prompts, make_eval_step, summarize
+from marsjax.training.evaluate import BINS, histogram, decode, evaluate, held_out_prompts, make_eval_step, summarize
 from marsjax.training.losses import RowScores
 from marsjax.training.objectives import Forward
 from marsjax.training.state import copy_as_list
@@ -132,7 +132,7 @@ def test_calibration_is_by_bin():
     confidence = np.array([[0.95, 0.95, 0.55, 0.55]], np.float32)
     correct = np.array([[1, 0, 1, 1]], np.float32)
     scores = RowScores(np.ones_like(correct), correct, confidence)
-    table = np.asarray(_histogram(scores, np.array([[1, 1, 1, 1]]), 1), np.float64)
+    table = np.asarray(histogram(scores, np.array([[1, 1, 1, 1]]), 1), np.float64)
     result = summarize({"denominator": 4.0, "ar_numerator": 4.0, "ar": table}, ar_weight=1.0)
     assert result["ar"]["accuracy"] == pytest.approx(0.75)
     assert result["ar"]["confidence"] == pytest.approx(0.75)
