@@ -119,7 +119,8 @@ class Generator:
         """
         from marsjax import weights
 
-        own = inspect.signature(cls).parameters
+        # The constructor's last parameter takes the rest, and has the name of an option in it.
+        own = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
         strategy = Options.of({name: value for name, value in options.items() if name not in own})
         strategies.check(strategy, options.get("draft") is not None)
         loaded = weights.load(source, adapter=adapter, layout="list", dtype=dtype, mesh=mesh)

@@ -81,8 +81,8 @@ class Options:
             raise ValueError(f"strategy must be one of {', '.join(known)}, got {name!r}")
         for option, owners in OWNERS.items():
             if getattr(self, option) is not None and name not in owners:
-                if (option, name) == ("window", "auto"):
-                    continue  # for "mars" to have
+                if name == "auto" and option in FOR_AUTO:
+                    continue
                 raise ValueError(
                     f"{option} belongs to strategy {' or '.join(owners)}, not to {name}"
                     + ("; say k" if option == "window" and name in OWNERS["k"] else "")
@@ -127,6 +127,10 @@ OWNERS = {
     "cache_block": ("block",),
     "diffusion_block": ("block_diffusion",),
 }
+
+
+# What "auto" hands on to the strategy it takes: "mars" or "comb".
+FOR_AUTO = ("window", "k", "sampler", "sampler_candidates")
 
 
 def positive(name: str, value: Any) -> int:

@@ -53,8 +53,10 @@ class AdapterConfig:
                 raise ValueError(f"adapter {name} must be an integer of at least {least}, got {value!r}")
         if not (type(self.alpha) in (int, float) and 0 < self.alpha < math.inf):
             raise ValueError(f"adapter alpha must be a positive number, got {self.alpha!r}")
-        if not self.targets or any(name not in TARGETS for name in self.targets):
-            raise ValueError(f"adapter targets must be some of {', '.join(TARGETS)}, got {list(self.targets)}")
+        if not self.targets or any(self.targets.count(x) > 1 or x not in TARGETS for x in self.targets):
+            raise ValueError(
+                f"adapter targets must be some of {', '.join(TARGETS)}, each once; got {list(self.targets)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

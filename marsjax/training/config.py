@@ -492,6 +492,8 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
             if getattr(o, name) != getattr(defaults, name):
                 yield f"objective.{name}={getattr(o, name)} belongs to objective.name=mtp"
         return
+    if o.block_size >= c.data.length > 1:
+        yield f"objective.block_size={o.block_size} masks reach past documents of data.length={c.data.length}"
     if o.anchors is not None and o.anchors < 1:
         yield f"objective.anchors={o.anchors} must be at least 1, or null for all"
     for name in ("consistency", "tv_weight"):

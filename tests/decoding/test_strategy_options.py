@@ -1,6 +1,7 @@
 """What is refused before anything runs, with the reason; and what a strategy's state must be for one compilation."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,3 +199,16 @@ def test_a_step_leaves_the_types_it_found(name):
     """Another dtype, or a weak one, and every program would be compiled a second time in the middle of a request."""
     draft = {"draft": marked("tiny_random")} if ALL[name]["strategy"] == "speculative" else {}
     check_types(base("tiny_mars").with_strategy(**ALL[name], **draft).runtime)
+
+
+def test_load_hands_every_option_on():
+    """Also those that belong to a strategy alone, which are checked before weights are read."""
+    path = Path(__file__).parents[1] / "cases" / "tiny_mars"
+    generator = Generator.load(path, strategy="comb", k=2, probe="mean")
+    assert (generator.plan.name, generator.plan.asks) == ("comb", 2)
+    with pytest.raises(ValueError, match="k belongs to strategy chain or comb"):
+        Generator.load("nowhere", strategy="mars", k=2)
+    with pytest.raises(ValueError, match="needs a draft model"):
+        Generator.load("nowhere", strategy="speculative")
+    with pytest.raises(ValueError, match=r"k belongs to strategy chain or comb .* not to ar"):
+        Generator.load(path, k=2)  # what "auto" takes here

@@ -8,7 +8,7 @@ from flax import nnx
 
 from marsjax.attention.masks import dense_mask, two_stream, two_stream_rows
 from marsjax.decoding import generator
-from marsjax.training.evaluate import BINS, histogram, decode, evaluate, held_out_prompts, make_eval_step, summarize
+from marsjax.training.evaluate import BINS, decode, evaluate, held_out_prompts, histogram, make_eval_step, summarize
 from marsjax.training.losses import RowScores
 from marsjax.training.objectives import Forward
 from marsjax.training.state import copy_as_list
@@ -88,12 +88,12 @@ def test_prompts_end_before_the_last_answer():
     assert [[m["role"] for m in p] for p in prompts] == [["user", "assistant", "user"], ["user"]]
 
 
-@pytest.mark.parametrize("block_size", [None, 1])
-def test_without_masks_a_forward_gives_one_token_and_nothing_is_decoded(block_size):
+@pytest.mark.parametrize(("objective", "block_size"), [("sft", 4), ("mars", 1)])
+def test_without_masks_a_forward_gives_one_token_and_nothing_is_decoded(objective, block_size):
     def make():
         raise AssertionError("no model is needed")
 
-    got = decode(make, [[1, 2]], block_size=block_size, tau=0.9, max_new_tokens=4)
+    got = decode(make, [[1, 2]], objective=objective, block_size=block_size, tau=0.9, max_new_tokens=4)
     assert got == {"tokens_per_forward": 1.0}
 
 
@@ -109,8 +109,8 @@ def test_decoding_holds_one_copy_in_the_compute_dtype(tiny, monkeypatch):
 
     monkeypatch.setattr(generator, "Generator", Spy)
     made = copy_as_list(tiny.config, tiny.params, jnp.bfloat16)
-    got = decode(lambda: SimpleNamespace(model=made), [[1]], block_size=4, tau=0.9, max_new_tokens=4,
-                 dtype=jnp.bfloat16)  # fmt: skip
+    got = decode(lambda: SimpleNamespace(model=made), [[1]], objective="mars", block_size=4, tau=0.9,
+                 max_new_tokens=4, dtype=jnp.bfloat16)  # fmt: skip
     assert got == {"tokens_per_forward": 1.5}
     assert seen["dtype"] == jnp.bfloat16
     assert seen["consume"]
