@@ -11,9 +11,10 @@ from flax import nnx
 from marsjax import weights
 from marsjax.data.problems import problem
 from marsjax.demo import assets
-from marsjax.instruct_demo import demo
+from marsjax.instruct_demo import SOURCE, demo
 from marsjax.models.adapters import attach, join, split
 from marsjax.models.config import AdapterConfig
+from marsjax.models.known import KNOWN
 from marsjax.models.layout import from_params
 
 BASE = str(assets() / "demo_ar")
@@ -29,6 +30,16 @@ def adapter(path, *, gated):
     model = from_params(model.config, join(own, made), model.layout)
     trained = {"objective": "mtp", "block_size": 3}
     return weights.adapters.save_adapter(model, path, base=BASE, trained=trained)
+
+
+def test_the_adapter_that_comes_along_fits_its_model():
+    path = assets() / "smollm2_mtp"
+    found = weights.adapters.open_adapter(path)
+    weights.adapters.check(found, KNOWN[SOURCE])
+    assert found.config.gated
+    assert found.config.sampler
+    assert found.training == {"block_size": 4, "objective": "mtp"}
+    assert sum(file.stat().st_size for file in path.iterdir()) < 16e6
 
 
 def test_same_text_and_a_report(tmp_path, capsys):

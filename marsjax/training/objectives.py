@@ -144,12 +144,13 @@ def score_two_streams(
     noisy_rows = stream_rows(NOISY, position, jnp.where(beyond, 0, take(batch.segments, rows)), block_size)
     noisy_tokens = take(batch.noisy if noisy_tokens is None else noisy_tokens, rows)
     is_mask = noisy_tokens != take(batch.tokens, rows)
-    embeddings = model.embed(jnp.concatenate([batch.tokens, noisy_tokens], axis=1), forward.dtype)
+    what: dict[str, Any] = {"tokens": jnp.concatenate([batch.tokens, noisy_tokens], axis=1)}
     if model.masks is not None:
-        own = jnp.where(is_mask[..., None], model.masks(0, forward.dtype), embeddings[:, length:])
-        embeddings = jnp.concatenate([embeddings[:, :length], own], axis=1)
+        embedded = model.embed(what["tokens"], forward.dtype)
+        own = jnp.where(is_mask[..., None], model.masks(0, forward.dtype), embedded[:, length:])
+        what = {"embeddings": jnp.concatenate([embedded[:, :length], own], axis=1)}
     hidden, _ = model(
-        embeddings=embeddings,
+        **what,
         positions=jnp.concatenate([batch.positions, position], axis=1),
         attend=two_stream_attend(
             clean_rows, noisy_rows, block_size, forward.attention, rule, columns=rows, interpret=forward.interpret

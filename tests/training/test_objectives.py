@@ -72,7 +72,7 @@ def _two_stream_logits(tiny, batch, block_size, attention="blocks"):
     model = tiny.build(tiny.params)
 
     class Spy:
-        config, head_kernel = model.config, model.head_kernel
+        config, head_kernel, masks = model.config, model.head_kernel, model.masks
 
         def __call__(self, *args, **kwargs):
             hidden, states = model(*args, **kwargs)
