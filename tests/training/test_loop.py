@@ -215,10 +215,10 @@ def test_a_diverging_run_stops_with_its_step_and_saves_nothing(tmp_path, monkeyp
     def broken(*args, **kwargs):
         step = make(*args, **kwargs)
 
-        def poisoned(state, batch, noisy_length):
+        def poisoned(state, batch, noisy_length, frozen):
             if int(state.step) == 2:
                 state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
-            return step(state, batch, noisy_length)
+            return step(state, batch, noisy_length, frozen)
 
         return poisoned
 
