@@ -480,7 +480,7 @@ def test_damaged_tensors(written, unread, change, message):
         ({"training": {"block_size": "4"}}, "training.block_size must be a positive integer, got '4'"),
         ({"rank": ...}, "adapter rank must be an integer of at least 1, got None"),
         ({"alpha": 0}, "adapter alpha must be a positive number, got 0"),
-        ({"targets": ["q", "x"]}, r"adapter targets must be some of q, .*, got \['q', 'x'\]"),
+        ({"targets": ["q", "x"]}, r"adapter targets must be some of q, .*; got \['q', 'x'\]"),
         ({"targets": None}, "targets must be a list of names, got None"),
         ({"targets": [["q"]]}, r"targets must be a list of names, got \[\['q'\]\]"),
     ],
