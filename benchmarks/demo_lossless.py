@@ -6,6 +6,7 @@ Decodes the same held-out problems with every strategy and prints markdown: answ
 for token, tokens per forward and per second, acceptance by depth.
 """
 
+from collections import Counter
 from pathlib import Path
 
 import tyro
@@ -13,6 +14,7 @@ import tyro
 from marsjax import weights
 from marsjax.data.problems import problem
 from marsjax.decoding.generator import Generator
+from marsjax.decoding.statistics import accepted_by_depth
 from marsjax.evaluation import sweep
 
 TAUS = (1.0, 0.999, 0.995, 0.99, 0.95, 0.9, 0.8)
@@ -34,8 +36,8 @@ def main(*, model: Path = Path("demo-out/training/export"), problems: int = 512,
             results = sweep.decode(generator, held_out, tau=tau, batch_size=LANES, max_new_tokens=96)
             reference = reference or results
             scored = sweep.score(generator.tokenizer, held_out, results, reference, batch_size=LANES)
-            runs = [size for r in results for size in r.chunks]
-            depths = " ".join(f"{sum(size > d for size in runs) / len(runs):.2f}" for d in range(1, max(runs)))
+            runs = Counter(size for r in results for size in r.chunks)
+            depths = " ".join(f"{share:.2f}" for share in accepted_by_depth(runs))
             print(
                 f"| {name} | {1.0 if tau is None else tau:g} | {scored['accuracy']:.1%} | "
                 f"{scored['identical_to_ar']:.1%} | {scored['tokens_per_forward']:.2f} | "

@@ -9,6 +9,7 @@ token), tokens per forward, acceptance by depth. Runs that are there already are
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 import tyro
@@ -16,6 +17,7 @@ import tyro
 from marsjax import weights
 from marsjax.data.problems import problem
 from marsjax.decoding.generator import Generator
+from marsjax.decoding.statistics import accepted_by_depth
 from marsjax.evaluation import sweep
 from marsjax.training import load_config, train
 
@@ -60,8 +62,7 @@ def main(
         results = sweep.decode(generator, held_out, tau=None, batch_size=LANES, max_new_tokens=96)
         reference = reference or results
         scored = sweep.score(generator.tokenizer, held_out, results, reference, batch_size=LANES)
-        runs = [size for r in results for size in r.chunks]
-        depths = [sum(size > d for size in runs) / len(runs) for d in range(1, max(runs))]
+        depths = accepted_by_depth(Counter(size for r in results for size in r.chunks))
         row = {"adapter": name, "decoding": decoding, "steps": steps, "depths": depths, "seconds": seconds, **scored}
         with (out / "results.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -92,7 +93,6 @@ def main(
         if name == "ungated LoRA":
             show(name, "ar", Generator(adapted, strategy="ar", lanes=LANES), seconds)
         for decoding, options in DECODED.items():
-            options = dict(options)
             if "sampler" in options and name == "without sampler":
                 continue
             show(name, decoding, Generator(adapted, k=k, lanes=LANES, **options), seconds)

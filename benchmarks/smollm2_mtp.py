@@ -11,6 +11,7 @@ AR, and how far apart the two likeliest tokens were there.
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from marsjax import weights
 from marsjax.attention.masks import single_stream_rows
 from marsjax.data.sources import open_source
 from marsjax.decoding.generator import Generator
+from marsjax.decoding.statistics import accepted_by_depth
 from marsjax.training.attend import causal_attend
 from marsjax.training.evaluate import held_out_prompts
 
@@ -37,8 +39,8 @@ WAYS: dict[str, dict] = {
 
 
 def _generators(model: str, adapter: Path, k: int, lanes: int, dtype=jnp.float32) -> Iterator[tuple[str, Generator]]:
-    of_base = Generator(weights.load(model, dtype=dtype), lanes=lanes, dtype=dtype, consume=True, strategy="ar")
-    of_both = Generator(weights.load(model, adapter=adapter, dtype=dtype), lanes=lanes, dtype=dtype, consume=True)
+    of_base = Generator.load(model, lanes=lanes, dtype=dtype, strategy="ar")
+    of_both = Generator.load(model, adapter=adapter, lanes=lanes, dtype=dtype)
     for name, options in WAYS.items():
         size = {} if name == "ar" else {"k": min(k, 2) if name == "tree" else k}
         yield name, (of_base if name == "ar" or "probe" in options else of_both).with_strategy(**size, **options)
@@ -63,11 +65,12 @@ def speed(
     print("| decoding | slots | tokens per forward | accepted by depth | equal to AR | s | AR's time over it |")
     print("|---" * 7 + "|")
     for name, found in results.items():
-        runs = [size for r in found for size in r.chunks]
-        depths = " ".join(f"{np.mean([size > d for size in runs]):.2f}" for d in range(1, max(runs)))
+        runs = Counter(size for r in found for size in r.chunks)
+        depths = " ".join(f"{share:.2f}" for share in accepted_by_depth(runs))
+        mean = sum(size * count for size, count in runs.items()) / runs.total()
         equal = np.mean([a.ids == b.ids for a, b in zip(found, results["ar"], strict=True)])
         print(
-            f"| {name} | {made[name].plan.size} | {sum(runs) / len(runs):.2f} | {depths} | {equal:.0%} | "
+            f"| {name} | {made[name].plan.size} | {mean:.2f} | {depths} | {equal:.0%} | "
             f"{seconds[name]:.1f} | {seconds['ar'] / seconds[name]:.2f} |",
             flush=True,
         )

@@ -15,6 +15,7 @@ from marsjax.decoding.options import Options
 Dtype = Literal["float32", "bfloat16", "float16"]
 How = Annotated[Options, arg(name="")]  # its fields are options of the command
 DEFAULT = Options()
+DEMO_PROBLEMS = 384
 
 
 def demo(
@@ -22,7 +23,7 @@ def demo(
     out: Path = Path("demo-out"),
     quick: bool = False,
     seed: int = 0,
-    problems: int = 384,
+    problems: int = DEMO_PROBLEMS,
     overrides: Annotated[tuple[str, ...], arg(name="set", metavar="section.key=value")] = (),
     model: Literal["own", "smollm2"] = "own",
     source: str | None = None,
@@ -44,7 +45,7 @@ def demo(
     """
     _keep_compiled_programs()
     if model == "smollm2":
-        if quick or seed or problems != 384 or overrides:
+        if quick or seed or problems != DEMO_PROBLEMS or overrides:
             raise ValueError("--quick, --seed, --problems and --set go with --model own")
         from marsjax.instruct_demo import SOURCE
         from marsjax.instruct_demo import demo as show

@@ -13,7 +13,6 @@ from typing import Any
 import rich
 from rich.table import Table
 
-from marsjax import weights
 from marsjax.decoding.generator import Generator
 from marsjax.decoding.result import Result
 from marsjax.demo import assets
@@ -52,9 +51,8 @@ def demo(
     adapter = assets() / "smollm2_mtp" if adapter is None else adapter
     out.mkdir(parents=True, exist_ok=True)
     rich.print(f"[bold]1. Loading[/bold] {source}, and beside it {adapter}")
-    adapted = weights.load(source, adapter=adapter)
-    alone = Generator(weights.load(source), strategy="ar")
-    ahead = Generator(adapted)
+    ahead = Generator.load(source, adapter=adapter)
+    alone = Generator.load(source, strategy="ar")
     rich.print(f"[bold]2. Answering {len(questions)} questions[/bold], one at a time, each way (the first compiles)")
     rows: list[dict[str, Any]] = []
     size: dict[str, Any] = {"max_new_tokens": max_new_tokens}

@@ -2,6 +2,13 @@
 
 import collections
 import dataclasses
+from collections.abc import Mapping
+
+
+def accepted_by_depth(runs: Mapping[int, int]) -> list[float]:
+    """Share of forwards that accepted at least 1, 2, ... tokens beyond the first; `runs[n]` gave n tokens."""
+    total, deepest = sum(runs.values()), max(runs, default=1)
+    return [sum(n for size, n in runs.items() if size > depth) / total for depth in range(1, deepest)]
 
 
 @dataclasses.dataclass
@@ -42,6 +49,5 @@ class Statistics:
 
     @property
     def accepted_by_depth(self) -> list[float]:
-        """Share of forwards that accepted at least 1, 2, ... tokens beyond the first."""
-        total, deepest = sum(self.runs.values()), max(self.runs, default=1)
-        return [sum(n for size, n in self.runs.items() if size > depth) / total for depth in range(1, deepest)]
+        """Of `runs`."""
+        return accepted_by_depth(self.runs)

@@ -95,8 +95,7 @@ def check(options: Options, has_draft: bool) -> None:
 
 def build(options: Options, target: Target, draft: Draft | None = None) -> tuple[Any, Any]:
     """(strategy, what its proposer needs as params). Warns where masks are asked beyond what they were trained for."""
-    adapter = target.network.config.adapter
-    own_masks = adapter.masks if adapter is not None else 0
+    own_masks = target.network.config.own_masks
     asks_itself = target.mask_id is not None or own_masks > 0
     if options.strategy == "auto":
         options = _auto(options, target.objective or ("mtp" if own_masks > 1 else None), asks_itself)
@@ -221,8 +220,7 @@ def _speculative(options: Options, plan: SlotPlan, draft: Draft) -> tuple[Strate
             f"draft_window {window} is beyond the block size {draft.block_size} the draft model was trained with",
             stacklevel=5,
         )
-    adapter = draft.network.config.adapter
-    own_masks = adapter.masks if adapter is not None else 0
+    own_masks = draft.network.config.own_masks
     if window > 1 and draft.mask_id is None and not own_masks:
         raise ValueError(f"draft_window={window} needs a draft model with a mask token, and this one has none")
     if 1 < own_masks < window - 1:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from marsjax.models.config import AdapterConfig
 from marsjax.models.decoder import Decoder
-from marsjax.models.layout import from_params
+from marsjax.models.layout import abstract, from_params
 from marsjax.parallel.sharding import shardings
 
 Tree = dict[Any, Any]  # nested dict of arrays
@@ -54,7 +54,6 @@ def attach(model: Decoder, adapter: AdapterConfig, *, seed: int = 0, mesh: Any =
         raise ValueError("the decoder has an adapter already")
     config = dataclasses.replace(model.config, adapter=adapter)
     own = nnx.to_pure_dict(nnx.state(model))
-
     unit = dataclasses.replace(config, initializer_range=1.0)
 
     def make(table: jax.Array) -> Tree:
@@ -66,8 +65,7 @@ def attach(model: Decoder, adapter: AdapterConfig, *, seed: int = 0, mesh: Any =
 
     places = None
     if mesh is not None:
-        shapes = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(seed), layout=model.layout))
-        places = split(nnx.to_pure_dict(shardings(nnx.state(shapes), mesh)))[1]
+        places = split(nnx.to_pure_dict(shardings(abstract(config, model.layout)[1], mesh)))[1]
     made = jax.jit(make, out_shardings=places)(own["embed_table"]["embedding"])
     return from_params(config, join(own, made), model.layout)
 

@@ -82,6 +82,11 @@ class ModelConfig:
     initializer_range: float = 0.02
     adapter: AdapterConfig | None = None
 
+    @property
+    def own_masks(self) -> int:
+        """Embeddings of masks that an adapter brings; 0: masks are the mask token."""
+        return self.adapter.masks if self.adapter is not None else 0
+
     def __post_init__(self) -> None:
         counts = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
                   "head_dim", "max_positions")  # fmt: skip

@@ -10,11 +10,19 @@ from marsjax.models.config import ModelConfig
 from marsjax.models.decoder import Decoder, Layout
 
 
+class _OneKey:
+    """A random stream for shapes alone: drawing keys from flax's takes most of the time of tracing a decoder."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
 def abstract(
     config: ModelConfig, layout: Layout = "stacked", param_dtype: Any = jnp.float32
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """(graphdef, parameters as shapes and dtypes) of a decoder, without allocating it."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), layout=layout, param_dtype=param_dtype))
+    rngs: Any = _OneKey()
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=rngs, layout=layout, param_dtype=param_dtype))
     return nnx.split(model)
 
 

@@ -81,9 +81,14 @@ class ObjectiveSection:
         return self.name != "sft"
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether text is masked a block of `block_size` tokens at a time."""
+        return self.name in ("mars", "block_diffusion")
+
+    @property
     def block(self) -> int:
         """Blocks of so many tokens, to which documents and target rows are aligned."""
-        return self.block_size if self.name in ("mars", "block_diffusion") else 1
+        return self.block_size if self.has_blocks else 1
 
 
 @dataclass(frozen=True)
@@ -345,8 +350,8 @@ def _type_name(hint: Any) -> str:
         return "one of " + ", ".join(typing.get_args(hint))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(_type_name(o) for o in typing.get_args(hint))
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
-    names[list] = "a list"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping",
+             list: "a list"}  # fmt: skip
     return "null" if hint is type(None) else names.get(hint, str(hint))
 
 
@@ -416,7 +421,7 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"data.row_length={row_length} is shorter than a document of data.length={d.length} may be"
     elif d.noisy_length is not None and (d.noisy_length % b or not 0 < d.noisy_length <= row_length):
         yield f"data.noisy_length={d.noisy_length} must be a multiple of {b} (block_size) and at most {row_length}"
-    if d.fill_last_block_with_end and c.objective.name in ("sft", "mtp"):
+    if d.fill_last_block_with_end and not c.objective.has_blocks:
         yield f"data.fill_last_block_with_end=true fills blocks, which objective.name={c.objective.name} does not have"
     if list(c.parallel.sizes.values()).count(-1) > 1:
         yield f"of parallel.slice, data, fsdp and tensor only one may be -1, got {c.parallel.sizes}"

@@ -438,15 +438,8 @@ class _Pending:
             means |= {name: rate for name, rate in self.clock.read().items() if rate}
             self._window.clear()
             run.write(step, "train", means)
-            shown = (
-                "loss",
-                "loss_mask",
-                "loss_ar",
-                "loss_sampler",
-                "gradient_norm",
-                "tokens_per_second",
-                "utilisation",
-            )
+            losses = ("loss", "loss_mask", "loss_ar", "loss_sampler")
+            shown = (*losses, "gradient_norm", "tokens_per_second", "utilisation")
             run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
             if not run.progress.evaluated or run.data.held_out is None:
                 run.progress.final = {"step": step, **means}

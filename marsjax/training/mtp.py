@@ -77,22 +77,19 @@ def draw(batch: Any, key: jax.Array | None, target_rows: int | None, options: Mu
     `key` None: anchors spread over the sequence, always the same.
     """
     k, length = options.masks, batch.tokens.shape[-1]
-    behind = jnp.arange(1, k + 1)
-    last = length - 1
 
-    def at(x, columns):  # x [..., L] at columns [..., A]
-        return jnp.take_along_axis(x, columns, axis=-1)
+    def at(x, columns):  # x [..., L] at columns [..., A], those past the end at the last
+        return jnp.take_along_axis(x, columns, axis=-1, mode="clip")
 
     def labelled(columns):
-        """[..., A, k] weights of the labels of the masks behind the rows at `columns` [..., A]."""
-        counterparts = columns[..., None] + behind
-        flat = jnp.minimum(counterparts, last).reshape(*columns.shape[:-1], -1)
-        weights, segments = (at(x, flat).reshape(counterparts.shape) for x in (batch.weights, batch.segments))
-        inside = (counterparts <= last) & (segments == at(batch.segments, columns)[..., None])
-        return jnp.where(inside, weights, 0)
+        """[..., A k] weights of the labels of the masks behind the rows at `columns` [..., A]."""
+        counterparts = counterparts_of(columns, k)
+        own = jnp.repeat(at(batch.segments, columns), k, axis=-1)
+        inside = (counterparts < length) & (at(batch.segments, counterparts) == own)
+        return jnp.where(inside, at(batch.weights, counterparts), 0)
 
     every = jnp.broadcast_to(jnp.arange(length), batch.tokens.shape)
-    may = (batch.weights != 0) & (labelled(every) != 0).any(-1)
+    may = (batch.weights != 0) & (labelled(every).reshape(*every.shape, k) != 0).any(-1)
     count = min(length, target_rows or length)
     order = every
     if options.anchors is not None and options.anchors < count:
@@ -105,8 +102,8 @@ def draw(batch: Any, key: jax.Array | None, target_rows: int | None, options: Mu
     used = anchors >= 0
     anchors = jnp.maximum(anchors, 0)
 
-    weights = jnp.where(used[..., None], labelled(anchors), 0).reshape(*used.shape[:-1], -1)
-    columns = jnp.minimum(counterparts_of(anchors, k), last)
+    weights = jnp.where(jnp.repeat(used, k, axis=-1), labelled(anchors), 0)
+    columns = counterparts_of(anchors, k)
     # How many mask rows an ordinary row is the counterpart of, and the weight of such rows.
     asked = _count(columns, weights != 0, length)
     of_rows = jnp.where(asked > 0, batch.weights, 0)
@@ -117,7 +114,8 @@ def draw(batch: Any, key: jax.Array | None, target_rows: int | None, options: Mu
 
 
 def _count(columns: jax.Array, counts: jax.Array, length: int) -> jax.Array:
-    """[..., length] float32, how often each column is among `columns` [..., M] where `counts` [..., M]."""
+    """[..., length] float32, how often each column is among `columns` [..., M] where `counts` [..., M]; of those past
+    the end there are none."""
     flat, lead = columns.reshape(-1, columns.shape[-1]), columns.shape[:-1]
     found = jnp.zeros((len(flat), length)).at[jnp.arange(len(flat))[:, None], flat]
     return found.add(counts.reshape(flat.shape).astype(jnp.float32)).reshape(*lead, length)
@@ -129,8 +127,8 @@ def counterparts_of(anchors: jax.Array, k: int) -> jax.Array:
 
 
 class Scores(NamedTuple):
-    """Sums over rows, before the division by `Drawn.denominator`, with gradients; and scores of the mask rows [N, M]
-    and of the ordinary rows at `rows` [N, T], by either head, without."""
+    """The weighted terms of the loss as sums over rows, before the division by `Drawn.denominator`, with gradients; and
+    scores of the mask rows [N, M] and of the ordinary rows at `rows` [N, T], by either head, without."""
 
     base: jax.Array
     sampler: jax.Array
@@ -140,14 +138,18 @@ class Scores(NamedTuple):
     of_sampler: RowScores | None
     rows: jax.Array
 
+    @property
+    def total(self) -> jax.Array:
+        return self.base + self.consistency + self.sampler
+
 
 def multi_token(model: Decoder, drawn: Drawn, target_rows: int | None, options: MultiToken, forward: Forward) -> Sums:
     """The loss of one microbatch. `target_rows`: as in `draw`."""
     scores = score(model, drawn, target_rows, options, forward)
-    terms = {"mask": scores.base, "consistency": options.consistency * scores.consistency}
+    terms = {"mask": scores.base, "consistency": scores.consistency}
     if options.sampler:
         terms["sampler"] = scores.sampler
-    return Sums(sum(terms.values(), jnp.zeros(())), drawn.denominator.sum(), terms)
+    return Sums(scores.total, drawn.denominator.sum(), terms)
 
 
 def score(
@@ -195,7 +197,7 @@ def score(
     columns = jnp.minimum(counterparts_of(drawn.anchors, k), batch.tokens.shape[1] - 1)
     counterpart = jax.lax.stop_gradient(take(hidden, columns))
     squares = jnp.square((counterpart - z).astype(jnp.float32)).mean(-1)
-    consistency = (drawn.consistency * squares).sum()
+    consistency = options.consistency * (drawn.consistency * squares).sum()
 
     both = jnp.concatenate([columns, rows], axis=1)  # mask rows, then ordinary ones; each predicts what a column does
     ordinary = take(hidden, rows)
@@ -245,7 +247,7 @@ def make_eval_step(config: ModelConfig, *, options: MultiToken, forward: Forward
         sums = clean_sums(batch, take(batch.weights, scores.rows), scores.of_ordinary)
         sums |= {
             "rows": drawn.denominator.sum(),
-            "rows_numerator": scores.base + scores.sampler + options.consistency * scores.consistency,
+            "rows_numerator": scores.total,
             "mask": histogram(scores.of_masks, offsets, k + 1),
         }
         if scores.of_sampler is not None:

@@ -249,7 +249,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
             f"data.length={section.length} is beyond the model's {limit} positions; lower it to at most {limit}"
         )
     mask_id = None
-    if config.objective.name in ("mars", "block_diffusion"):
+    if config.objective.has_blocks:
         # Without a token of its own a mask has an embedding in the adapter, and is no id of the table.
         mask_id = pretrained.model.config.vocab_size if pretrained.mask_id is None else pretrained.mask_id
     end_id = turn_end_id(tokenizer)

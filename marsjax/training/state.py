@@ -56,17 +56,18 @@ def abstract_state(
     key = jax.eval_shape(lambda: jax.random.key(0))
     step: Any = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(params, jax.eval_shape(optimizer.init, params), step, key)
-    if mesh is None:
-        return state
-    places = shardings(state, config, mesh)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
+    return state if mesh is None else _laid_out(state, config, mesh)
 
 
 def abstract_frozen(config: ModelConfig, dtype: Any, mesh: Mesh) -> Params:
     """Shapes of the parameters that are not trained, in `dtype`, and where each lies."""
-    frozen = parted(config, nnx.to_pure_dict(abstract(config, param_dtype=dtype)[1]))[1]
-    places = shardings(frozen, config, mesh)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), frozen, places)
+    return _laid_out(parted(config, nnx.to_pure_dict(abstract(config, param_dtype=dtype)[1]))[1], config, mesh)
+
+
+def _laid_out(tree: Any, config: ModelConfig, mesh: Mesh) -> Any:
+    """Shapes as they are, with where each array lies."""
+    places = shardings(tree, config, mesh)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
 
 
 def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> Any:

@@ -33,7 +33,7 @@ from marsjax.weights.assemble import differences
 from marsjax.weights.directories import check_target, publish, write_json
 from marsjax.weights.names import ADAPTER_PREFIX, LAYER_PREFIX, entries
 from marsjax.weights.peft_config import GATED_TYPE, from_peft, to_peft
-from marsjax.weights.safetensors_files import Outgoing, open_file, write_file
+from marsjax.weights.safetensors_files import Outgoing, about_pickles, open_file, write_file
 from marsjax.weights.saving import outgoing, storage_dtype
 from marsjax.weights.tensors import CheckpointError, Tensor
 
@@ -145,11 +145,7 @@ def open_adapter(source: str | Path) -> AdapterFiles:
     extras = own.get("sampler") is True or own.get("masks") not in (None, 0)
     weights = [OWN_WEIGHTS] if gated else [PEFT_WEIGHTS, OWN_WEIGHTS] if extras else [PEFT_WEIGHTS]
     if missing := [name for name in (*weights, *([OWN_FIELDS] if gated else [])) if name not in names]:
-        if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
-            there += (
-                f". {', '.join(pickled)}: pickled weights are never opened, since unpickling runs code; PEFT's "
-                "save_pretrained writes safetensors"
-            )
+        there += about_pickles(names, "PEFT's save_pretrained writes safetensors")
         raise CheckpointError(f"the adapter in {directory} lacks {', '.join(missing)}; {there}")
     tensors = {name: tensor for file in weights for name, tensor in open_file(directory / file).items()}
     layers = 1 + max((int(match[1]) for match in map(_IN_LAYER.match, tensors) if match), default=0)

@@ -51,16 +51,18 @@ def open_directory(directory: Path) -> Mapping[str, Tensor]:
     found = sorted(path.name for path in directory.iterdir())
     if not found:
         raise CheckpointError(f"{directory} is empty; expected config.json and {SINGLE}")
-    pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     reason = f"found: {', '.join(found)}"
     if (directory / "export" / "config.json").is_file():
         reason += f"; this looks like a training run, whose model is {directory / 'export'}"
-    if pickled:
-        reason += (
-            f". {', '.join(pickled)}: pickled weights are never opened, since unpickling runs code; convert them with"
-            " transformers (model.save_pretrained writes safetensors)"
-        )
+    reason += about_pickles(found, "convert them with transformers (model.save_pretrained writes safetensors)")
     raise CheckpointError(f"{directory} has neither {SINGLE} nor {INDEX}; {reason}")
+
+
+def about_pickles(names: Sequence[str], way_out: str) -> str:
+    """What to say of pickled weights among files, behind other words; "" where there are none."""
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    told = f". {', '.join(pickled)}: pickled weights are never opened, since unpickling runs code; {way_out}"
+    return told if pickled else ""
 
 
 def _open_shards(directory: Path) -> dict[str, Tensor]:
