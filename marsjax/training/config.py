@@ -97,6 +97,7 @@ class AdapterSection:
     alpha: float | None = _setting(None, "the adapter's scale is alpha / rank; None: 2 · rank")
     targets: list = field(default_factory=lambda: list(TARGETS), metadata={"help": "linears of a layer that get one"})
     gated: bool = _setting(True, "it acts on masks only, so that the model's own answers stay; false: plain LoRA")
+    source: str | None = _setting(None, "an adapter to train further (directory or hub id); None: a new one")
 
     def of(self, objective: ObjectiveSection) -> AdapterConfig | None:
         """What the model gets; None: no adapter."""
@@ -478,7 +479,7 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
     if a.rank is None:
         if o.name == "mtp":
             yield "objective.name=mtp trains an adapter: set adapter.rank, for example 16"
-        for name in ("alpha", "targets", "gated"):
+        for name in ("alpha", "targets", "gated", "source"):
             if getattr(a, name) != getattr(AdapterSection(), name):
                 yield f"adapter.{name}={getattr(a, name)} goes with adapter.rank: without one all weights are trained"
     elif c.model.init is not None:

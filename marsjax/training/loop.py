@@ -89,6 +89,7 @@ def train(config: TrainConfig) -> TrainResult:
     setup.check_shared(directory)
     described = setup.describe_model(config)  # what is wrong shall be said before gigabytes are read
     setup.check_mesh(config, described.model.config, mesh)
+    setup.check_adapter(config, described.model.config)
     data = setup.load_data(config, described, mesh)
     run = None
     try:
@@ -112,11 +113,12 @@ def _check_same_run(directory: Path, config: TrainConfig) -> None:
     if not (saved.exists() and checkpoints.is_dir() and any(checkpoints.iterdir())):
         return
     if found := differences(_saved_config(saved), config.to_dict()):
-        further = "; to train its model further, take its export as model.source" if config.adapter.rank is None else ""
+        further = "adapter.source" if config.adapter.rank else "model.source"
         raise AnotherRun(
             f"{directory} holds checkpoints of another configuration:\n  "
             + "\n  ".join(found)
-            + f"\nchoose another output.directory, or delete this one to start anew{further}"
+            + f"\nchoose another output.directory, or delete this one to start anew; to train its result further, "
+            f"take its export as {further}"
         )
 
 

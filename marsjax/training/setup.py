@@ -33,7 +33,7 @@ from marsjax.training.config import ConfigError, ModelSection, TrainConfig
 from marsjax.training.evaluate import EvalStep, held_out_prompts, make_eval_step
 from marsjax.training.objectives import Forward, mars, sft
 from marsjax.training.step import Objective, batch_sharding, local_rows
-from marsjax.weights import GenerationDefaults, Pretrained, huggingface, load
+from marsjax.weights import GenerationDefaults, Pretrained, adapters, huggingface, load
 
 
 def check_platform(config: TrainConfig) -> str:
@@ -148,11 +148,18 @@ def load_model(config: TrainConfig, mesh: Mesh, dtype: Any = jnp.float32) -> Pre
     an adapter, which is float32, the frozen weights have `dtype`."""
     adapter, with_mask = config.adapter.of(config.objective), _needs_mask_token(config)
     if config.model.source is not None:
-        dtype = jnp.float32 if adapter is None else dtype
-        found = load(config.model.source, layout="stacked", dtype=dtype, mesh=mesh, with_mask_token=with_mask)
+        found = load(
+            config.model.source,
+            adapter=config.adapter.source,
+            layout="stacked",
+            dtype=jnp.float32 if adapter is None else dtype,
+            adapter_dtype=jnp.float32,
+            mesh=mesh,
+            with_mask_token=with_mask,
+        )
     else:
         found = new_model(config.model, mesh, with_mask_token=with_mask)
-    if adapter is None:
+    if adapter is None or config.adapter.source is not None:
         return found
     return dataclasses.replace(found, model=attach(found.model, adapter, seed=config.model.init_seed, mesh=mesh))
 
@@ -169,6 +176,24 @@ def describe_model(config: TrainConfig) -> Pretrained:
         return found
     described = dataclasses.replace(found.model.config, adapter=adapter)
     return dataclasses.replace(found, model=nnx.merge(*abstract(described)))
+
+
+def check_adapter(config: TrainConfig, model: ModelConfig) -> None:
+    """Raises ConfigError if the adapter to train further is not the one that the configuration describes, and
+    CheckpointError if it does not fit the model."""
+    if config.adapter.source is None:
+        return
+    found = adapters.open_adapter(config.adapter.source)
+    adapters.check(found, model)
+    there, here = (
+        {**dataclasses.asdict(a), "targets": sorted(a.targets)} for a in (found.config, model.adapter) if a is not None
+    )
+    if unlike := [f"{name} {there[name]!r} there, {here[name]!r} here" for name in here if there[name] != here[name]]:
+        raise ConfigError(
+            f"adapter.source={config.adapter.source} is another adapter than this run trains: {'; '.join(unlike)}; set "
+            "adapter.rank, alpha, targets and gated to what is there. masks and sampler follow from objective: mtp has "
+            "block_size masks, the others one, sft none"
+        )
 
 
 def _needs_mask_token(config: TrainConfig) -> bool:

@@ -26,6 +26,7 @@ def load(
     adapter: str | Path | None = None,
     layout: Layout = "list",
     dtype: Any = jnp.float32,
+    adapter_dtype: Any = None,
     mesh: Mesh | None = None,
     with_mask_token: bool = False,
     weights: bool = True,
@@ -37,6 +38,7 @@ def load(
       adapter: what was trained beside it (directory or hub id), ours or PEFT's; see `weights.adapters`.
       layout: "list" for decoding, "stacked" for training (see `marsjax.models.Decoder`).
       dtype: of the weights in memory, whatever the files hold.
+      adapter_dtype: of the adapter's; None: `dtype`.
       mesh: devices to spread the weights over (`marsjax.parallel.sharding`); None: all on the first device.
       with_mask_token: give a model without a mask token one (arXiv 2604.07023, section 3): the first row behind the
         known tokens, growing the table to the next multiple of 128 if it has no row left.
@@ -47,7 +49,14 @@ def load(
     added = None if adapter is None else open_adapter(adapter)
     found = open_source(source, weights=weights) if added is None else open_beside(source, added, weights=weights)
     return read(
-        found, adapter=added, layout=layout, dtype=dtype, mesh=mesh, with_mask_token=with_mask_token, weights=weights
+        found,
+        adapter=added,
+        layout=layout,
+        dtype=dtype,
+        adapter_dtype=adapter_dtype,
+        mesh=mesh,
+        with_mask_token=with_mask_token,
+        weights=weights,
     )
 
 

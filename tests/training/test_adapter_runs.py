@@ -76,7 +76,36 @@ def test_another_adapter_is_another_run(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(one.to_dict()))
     with pytest.raises(AnotherRun, match=r"adapter\.rank: 4 there, 8 here") as error:
         train(other)
-    assert "as model.source" not in str(error.value)  # an adapter is none
+    assert "take its export as adapter.source" in str(error.value)
+
+
+def test_an_adapter_is_trained_further(run, tmp_path):
+    """On other data, from the very weights of its files; the same seed makes the same run."""
+    settings = [*MTP, f"adapter.source={run.export}", "data.seed=1", "optimizer.steps=2", "evaluation.data=null",
+                "evaluation.decode_prompts=0"]  # fmt: skip
+    still = train(load_config(None, [*settings, "optimizer.learning_rate=1e-30", f"output.directory={tmp_path / '0'}"]))
+    before, same = (split(leaves(weights.load(BASE, adapter=path).model))[1] for path in (run.export, still.export))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-20), before, same)
+    further = train(load_config(None, [*settings, f"output.directory={tmp_path / '1'}"]))
+    after = split(leaves(weights.load(BASE, adapter=further.export).model))[1]
+    moved = [float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
+    assert 0 < max(moved) < 0.02  # two steps of 2e-3, not what a new adapter is away
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"adapter.rank": 8}, "rank 4 there, 8 here; alpha 8.0 there, 16.0 here"),
+        ({"objective.block_size": 2}, "masks 3 there, 2 here"),
+        ({"objective.sampler": "false"}, "sampler True there, False here"),
+        ({"adapter.targets": "[q]"}, r"targets \['down', .*\] there, \['q'\] here; set adapter.rank"),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_another_kind_is_not_trained_further(run, tmp_path, settings, message):
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    with pytest.raises(ConfigError, match=message):
+        train(load_config(None, [*MTP, f"adapter.source={run.export}", *overrides, f"output.directory={tmp_path}"]))
 
 
 def test_a_checkpoint_exports_as_the_run_does(run, tmp_path):

@@ -87,6 +87,7 @@ def test_a_field_of_init_by_its_own_key(good):
         ("objective.name=mtp", "objective.name=mtp trains an adapter: set adapter.rank"),
         ("objective.anchors=4", "objective.anchors=4 belongs to objective.name=mtp"),
         ("adapter.alpha=3", "adapter.alpha=3.0 goes with adapter.rank"),
+        ("adapter.source=runs/a/export", "adapter.source=runs/a/export goes with adapter.rank"),
         ("adapter={rank: 0}", ".yaml: adapter rank must be an integer of at least 1, got 0"),
         ("adapter.targets=q", "adapter.targets must be a list, got 'q'"),
         (
