@@ -4,7 +4,8 @@
     marsjax batch requests.jsonl answers.jsonl --model MODEL --strategy ar --lanes 24
     python benchmarks/own_answers.py conversations --requests requests.jsonl --answers answers.jsonl --out own.jsonl
 
-The second file may be cut short: every answer in it counts. `jsonl:own.jsonl` is then a source of `marsjax train`.
+The second file may be cut short: every answer in it counts that came to its end. One that its limit cut is left out, or
+training would put an end where the model goes on. `jsonl:own.jsonl` is then a source of `marsjax train`.
 """
 
 import json
@@ -16,7 +17,7 @@ from marsjax.data.sources import open_source
 from marsjax.training.evaluate import held_out_prompts
 
 
-def requests(*, source: str, out: Path, count: int = 800, max_tokens: int = 200) -> None:
+def requests(*, source: str, out: Path, count: int = 800, max_tokens: int = 512) -> None:
     """The prompts of a source's first conversations as batch requests."""
     with out.open("w", encoding="utf-8") as file:
         for i, messages in enumerate(held_out_prompts(open_source(source), count)):
@@ -27,18 +28,22 @@ def requests(*, source: str, out: Path, count: int = 800, max_tokens: int = 200)
 
 def conversations(*, requests: Path, answers: Path, out: Path) -> None:
     """Requests and their answers as conversations, in the order of the requests."""
-    found = {}
+    found, cut = {}, 0
     for line in answers.read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)
         if (response := answer.get("response")) is not None and response["status_code"] == 200:
-            found[answer["custom_id"]] = response["body"]["choices"][0]["message"]
+            choice = response["body"]["choices"][0]
+            if choice["finish_reason"] == "length":
+                cut += 1
+            else:
+                found[answer["custom_id"]] = choice["message"]
     with out.open("w", encoding="utf-8") as file:
         for line in requests.read_text(encoding="utf-8").splitlines():
             request = json.loads(line)
             if (message := found.get(request["custom_id"])) is not None and message["content"].strip():
                 messages = [*request["body"]["messages"], message]
                 file.write(json.dumps({"messages": messages}) + "\n")
-    print(f"{len(found)} answers in {out}")
+    print(f"{len(found)} answers in {out}; {cut} left out that reached their limit (requests --max-tokens)")
 
 
 if __name__ == "__main__":
