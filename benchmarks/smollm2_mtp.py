@@ -35,7 +35,10 @@ WAYS: dict[str, dict] = {
     "comb, masks' own drafts": {"strategy": "comb", "sampler": False},
     "chain": {"strategy": "chain"},
     "tree": {"strategy": "tree"},
+    "comb, τ = 0.9": {"strategy": "comb"},
+    "comb, τ = 0.7": {"strategy": "comb"},
 }
+TAUS = {"comb, τ = 0.9": 0.9, "comb, τ = 0.7": 0.7}  # others are lossless
 
 
 def _generators(model: str, adapter: Path, k: int, lanes: int, dtype=jnp.float32) -> Iterator[tuple[str, Generator]]:
@@ -57,7 +60,7 @@ def speed(
     for timed in range(rounds + 1):  # the first compiles, for every length of the cache
         for name, generator in made.items():
             began = time.perf_counter()
-            results[name] = generator.generate(prompts, max_new_tokens=max_new_tokens)
+            results[name] = generator.generate(prompts, max_new_tokens=max_new_tokens, tau=TAUS.get(name))
             seconds[name] = min(seconds[name], time.perf_counter() - began if timed else np.inf)
             forwards, tokens = sum(r.forwards for r in results[name]), sum(len(r.ids) for r in results[name])
             print(f"{name}: {tokens} tokens in {forwards} forwards", file=sys.stderr, flush=True)

@@ -30,8 +30,7 @@ from marsjax.models.known import KNOWN
 from marsjax.parallel import flops
 from marsjax.parallel.sharding import make_mesh
 from marsjax.text.chat import turn_end_id
-from marsjax.training import setup
-from marsjax.training.config import load_config
+from marsjax.training import load_config, setup
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import abstract_state, new_state
 from marsjax.training.step import batch_sharding, make_train_step, place_batch

@@ -37,8 +37,7 @@ class Ours:
         import jax
 
         from marsjax.parallel.sharding import make_mesh
-        from marsjax.training import setup
-        from marsjax.training.config import load_config
+        from marsjax.training import load_config, setup
         from marsjax.training.optimizer import make_optimizer, make_schedule
         from marsjax.training.state import new_state
         from marsjax.training.step import make_train_step

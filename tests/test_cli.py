@@ -9,8 +9,8 @@ import pytest
 
 from marsjax import cli, weights
 from marsjax.parallel.sharding import make_mesh
+from marsjax.training.base_model import new_model
 from marsjax.training.config import ModelSection
-from marsjax.training.setup import new_model
 
 INIT = {"family": "qwen2", "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2,
         "num_kv_heads": 1, "head_dim": 16, "max_positions": 256}  # fmt: skip

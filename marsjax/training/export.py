@@ -10,9 +10,10 @@ from marsjax.models.adapters import join
 from marsjax.models.layout import from_params
 from marsjax.parallel.sharding import make_mesh
 from marsjax.text.chat import turn_end_id
-from marsjax.training import setup
+from marsjax.training import base_model
 from marsjax.training.checkpoints import Checkpoints
-from marsjax.training.config import ConfigError, TrainConfig, load_config
+from marsjax.training.config import ConfigError, TrainConfig
+from marsjax.training.config_text import load_config
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import abstract_state, parted
 from marsjax.weights import Pretrained, save
@@ -40,7 +41,7 @@ def export(
     if not checkpoints.steps():
         raise ConfigError(f"{checkpoints.directory} holds no checkpoint yet")
     mesh = make_mesh(devices=jax.devices()[:1], fsdp=1)
-    described = setup.describe_model(config)
+    described = base_model.describe_model(config)
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 1))
     like = abstract_state(described.model.config, optimizer, mesh)
     found = checkpoints.restore_params(like, step)

@@ -23,8 +23,8 @@ from marsjax.models.adapters import join
 from marsjax.parallel.ahead import TPU_COMPILER_OPTIONS
 from marsjax.parallel.slices import chip_of
 from marsjax.parallel.start import LateAgreement, agree, is_main, start_processes
+from marsjax.training import base_model, setup
 from marsjax.training import evaluate as held_out
-from marsjax.training import setup
 from marsjax.training.checkpoints import Checkpoints, SaveError
 from marsjax.training.config import AnotherRun, ConfigError, TrainConfig, differences
 from marsjax.training.export import as_pretrained, write
@@ -87,13 +87,13 @@ def train(config: TrainConfig) -> TrainResult:
     _check_same_run(directory, config)
     _check_writable(directory)
     setup.check_shared(directory)
-    described = setup.describe_model(config)  # what is wrong shall be said before gigabytes are read
+    described = base_model.describe_model(config)  # what is wrong shall be said before gigabytes are read
     setup.check_mesh(config, described.model.config, mesh)
-    setup.check_adapter(config, described.model.config)
+    base_model.check_adapter(config, described.model.config)
     data = setup.load_data(config, described, mesh)
     run = None
     try:
-        run = _Run(config, directory, setup.load_model(config, mesh, forward.dtype), data, forward, mesh)
+        run = _Run(config, directory, base_model.load_model(config, mesh, forward.dtype), data, forward, mesh)
         result = run.go()
     except BaseException as error:
         if jax.process_count() > 1:  # now: others may have to be waited for

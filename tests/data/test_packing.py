@@ -12,7 +12,8 @@ from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.data.packing import demand, pack
 from marsjax.data.pipeline import TrainBatches, load_rows
 from marsjax.data.row_sets import Sizes, supervised_runs
-from marsjax.training.config import ConfigError, load_config
+from marsjax.training.config import ConfigError
+from marsjax.training.config_text import load_config
 from marsjax.training.setup import pack_rows
 
 

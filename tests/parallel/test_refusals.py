@@ -123,7 +123,7 @@ def test_sources_without_a_count(tmp_path):
 
 def test_decoding_by_several_processes(tmp_path, monkeypatch):
     decodes = ["evaluation.data=problems:validation,count=9", "evaluation.decode_prompts=4"]
-    monkeypatch.setattr(loop.setup, "load_model", lambda *_: pytest.fail("the model came first"))
+    monkeypatch.setattr(loop.base_model, "load_model", lambda *_: pytest.fail("the model came first"))
     monkeypatch.setattr(loop.jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"decode_prompts=4: .* this run has 2; set it to 0"):
         train(load_config(None, settings(tmp_path, *decodes)))

@@ -9,7 +9,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from marsjax.decoding import Generator
-from marsjax.training import ConfigError, block_diffusion, load_config, setup, train
+from marsjax.training import ConfigError, base_model, block_diffusion, load_config, setup, train
 from marsjax.training.checkpoints import Checkpoints
 from marsjax.training.evaluate import evaluate
 from marsjax.training.objectives import Forward, mars
@@ -98,7 +98,7 @@ def test_blocks_of_block_diffusion_are_whole(tmp_path):
     for name, filled in (("block_diffusion", True), ("mars", False)):
         settings = config(tmp_path, f"objective.name={name}", "objective.block_size=8")
         mesh = setup.make_mesh(settings)
-        data = setup.load_data(settings, setup.load_model(settings, mesh), mesh)
+        data = setup.load_data(settings, base_model.load_model(settings, mesh), mesh)
         with_end = [int((batch.segments != 0).sum(1)[i]) for batch in data.held_out_batches() for i in range(4)]
         assert all(size % 8 == 0 for size in with_end) == filled
         data.batches.close()

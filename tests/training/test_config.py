@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marsjax.training.config import ConfigError, describe, differences, load_config
+from marsjax.training.config import ConfigError, differences
+from marsjax.training.config_text import describe, load_config
 from marsjax.training.yaml_text import read_yaml
 
 GOOD = {

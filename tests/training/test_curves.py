@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from marsjax.parallel.sharding import make_mesh
 from marsjax.training import setup
-from marsjax.training.config import OptimizerSection, load_config
+from marsjax.training.config import OptimizerSection
+from marsjax.training.config_text import load_config
 from marsjax.training.objectives import Forward, mars
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import new_state

@@ -54,14 +54,14 @@ def test_a_step_by_number(run):
 
 
 def _like(run):
-    from marsjax.training import setup
+    from marsjax.training import base_model, setup
     from marsjax.training.optimizer import make_optimizer, make_schedule
     from marsjax.training.state import abstract_state
 
     config = load_config(run / "config.yaml")
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 4))
     mesh = setup.make_mesh(config, jax.devices()[:1])
-    return abstract_state(setup.describe_model(config).model.config, optimizer, mesh)
+    return abstract_state(base_model.describe_model(config).model.config, optimizer, mesh)
 
 
 def test_what_cannot_be_exported(run, tmp_path):

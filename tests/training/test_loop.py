@@ -168,7 +168,7 @@ def test_a_damaged_record_of_the_configuration_is_named(tmp_path, text):
 
 def test_a_place_that_cannot_be_written_or_is_too_small(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(loop.setup, "load_model", lambda _: pytest.fail("the model came first"))
+    monkeypatch.setattr(loop.base_model, "load_model", lambda _: pytest.fail("the model came first"))
     with pytest.raises(ConfigError, match=r"file/run cannot be written: .*Not a directory.*choose another"):
         train(config(tmp_path / "file" / "run"))
     monkeypatch.undo()

@@ -9,7 +9,8 @@ from marsjax.data.demo_tokenizer import demo_tokenizer
 from marsjax.parallel.sharding import make_mesh
 from marsjax.text.chat import render_prompt
 from marsjax.training import ConfigError, load_config
-from marsjax.training.setup import _tokenizer, load_data, total_steps
+from marsjax.training.base_model import _tokenizer
+from marsjax.training.setup import load_data, total_steps
 from marsjax.weights import GenerationDefaults, Pretrained
 
 
