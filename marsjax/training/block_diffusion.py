@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from marsjax.attention import masks
 from marsjax.models import Decoder, ModelConfig
 from marsjax.parallel.sharding import everywhere
+from marsjax.training.evaluate import EvalStep, EvalSums
 from marsjax.training.objectives import Forward, Scored, Sums, score_two_streams
 from marsjax.training.state import Params, rebuild
 
@@ -92,7 +93,7 @@ def loss_of_masks(
     return Sums(scores.total, batch.denominator.sum(), {"mask": scores.total})
 
 
-def make_eval_step(config: ModelConfig, *, block_size: int, forward: Forward, unroll: bool = False):
+def make_eval_step(config: ModelConfig, *, block_size: int, forward: Forward, unroll: bool = False) -> EvalStep:
     """As `marsjax.training.evaluate.make_eval_step`: the loss alone, under masks that depend on the batch only.
 
     There are no offsets to tell apart: in any order a mask's distance from what is known says little.
@@ -103,6 +104,7 @@ def make_eval_step(config: ModelConfig, *, block_size: int, forward: Forward, un
         key = jax.random.fold_in(jax.random.key(0), batch.tokens.sum())
         model = rebuild(config, params, unroll=unroll)
         sums = block_diffusion(model, batch, key, block_size=block_size, noisy_length=noisy_length, forward=forward)
-        return everywhere({"denominator": sums.denominator, "mask_numerator": sums.numerator})
+        loss = sums.numerator, sums.denominator
+        return everywhere(EvalSums({"loss": loss, "loss_mask": loss}, {}))
 
     return jax.jit(eval_step, static_argnums=2)

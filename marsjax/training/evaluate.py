@@ -1,7 +1,7 @@
 """Held-out evaluation: loss of each stream, accuracy and calibration by mask offset, tokens per forward."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,26 @@ from marsjax.training.objectives import Forward, Scored, score_clean, score_two_
 from marsjax.training.state import Params, rebuild
 from marsjax.weights import Pretrained
 
-EvalStep = Callable[[Params, Any, int | None], dict[str, jax.Array]]  # (params, batch, noisy_length) → sums
 BINS = 10
 # Per row of a batch: what is added up in each cell [offset, bin of confidence].
 _FIELDS = ("count", "correct", "confidence", "cross_entropy")
 
 
-def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forward, unroll: bool = False) -> EvalStep:
-    """eval_step(params, batch, noisy_length) → sums over the batch, as `summarize` takes them.
+class EvalSums(NamedTuple):
+    """What is added up over batches: of each mean the terms of its numerator (a number or several) and its denominator;
+    and the rows by offset and confidence, see `histogram`."""
+
+    losses: dict[str, tuple[Any, Any]]
+    offsets: dict[str, Any]  # arrays of jax, and of numpy as totals
+
+
+EvalStep = Callable[[Params, Any, int | None], EvalSums]  # (params, batch, noisy_length)
+
+
+def make_eval_step(
+    config: ModelConfig, *, block_size: int | None, forward: Forward, ar_weight: float = 1.0, unroll: bool = False
+) -> EvalStep:
+    """eval_step(params, batch, noisy_length) → sums over the batch.
 
     `block_size` None scores the clean stream alone. Offset 1 of the clean stream is the AR prediction; noisy rows have
     offsets 1 to B+1 (arXiv 2604.07023, section 3; see Batch.offsets).
@@ -32,29 +44,29 @@ def make_eval_step(config: ModelConfig, *, block_size: int | None, forward: Forw
         model = rebuild(config, params, unroll=unroll)
         if block_size is None:
             _, clean = score_clean(model, batch, None, forward)
-            return everywhere(clean_sums(batch, batch.weights, clean))
+            sums = clean_sums(batch, batch.weights, clean)
+            return everywhere(sums._replace(losses={"loss": sums.losses["loss_ar"], **sums.losses}))
         scored = Scored(batch.weights != 0, batch.weights)
         scores = score_two_streams(
             model, batch, block_size=block_size, noisy_length=noisy_length, clean=scored, noisy=scored, forward=forward
         )
         assert scores.clean is not None
         weights, offsets = (jnp.take_along_axis(x, scores.rows, axis=1) for x in (batch.weights, batch.offsets))
-        sums = {
-            **clean_sums(batch, weights, scores.clean),
-            "mask_numerator": (weights * scores.noisy.cross_entropy).sum(),
-            "mask": histogram(scores.noisy, jnp.where(weights != 0, offsets, 0), block_size + 1),
-        }
-        return everywhere(sums)
+        of_ar = clean_sums(batch, weights, scores.clean)
+        ar, denominator = of_ar.losses["loss_ar"]
+        mask = (weights * scores.noisy.cross_entropy).sum()
+        both = jnp.stack([mask, ar_weight * ar])
+        losses = {"loss": (both, denominator), "loss_mask": (mask, denominator), **of_ar.losses}
+        cells = histogram(scores.noisy, jnp.where(weights != 0, offsets, 0), block_size + 1)
+        return everywhere(EvalSums(losses, {"mask": cells, **of_ar.offsets}))
 
     return jax.jit(eval_step, static_argnums=2)
 
 
-def clean_sums(batch: Any, weights: jax.Array, scores: RowScores) -> dict[str, jax.Array]:
-    return {
-        "denominator": batch.denominator.sum(),
-        "ar_numerator": (weights * scores.cross_entropy).sum(),
-        "ar": histogram(scores, (weights != 0).astype(jnp.int32), 1),
-    }
+def clean_sums(batch: Any, weights: jax.Array, scores: RowScores) -> EvalSums:
+    """Of the next-token predictions."""
+    loss = (weights * scores.cross_entropy).sum(), batch.denominator.sum()
+    return EvalSums({"loss_ar": loss}, {"ar": histogram(scores, (weights != 0).astype(jnp.int32), 1)})
 
 
 def histogram(scores: RowScores, offsets: jax.Array, highest: int) -> jax.Array:
@@ -76,51 +88,35 @@ def evaluate(
     batches: Iterable[Any],
     *,
     block_size: int | None,
-    ar_weight: float = 1.0,
     place: Callable[[Any], Any] = lambda batch: batch,
 ) -> dict[str, Any]:
     """Runs over all batches; every row counts once (padding rows weigh nothing). See `summarize` for the result.
 
     `place` puts a batch where the parameters lie.
     """
-    totals: dict[str, Any] = {}
+    totals = None
     for batch in batches:
         noisy_length = None if block_size is None else needed_target_rows(batch, block_size)
         sums = eval_step(params, place(batch), noisy_length)
-        for name, value in sums.items():  # float64 on the host: counts stay exact
-            totals[name] = totals.get(name, 0.0) + np.asarray(value, np.float64)
-    if not totals or not totals["denominator"]:
+        sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)  # on the host: counts stay exact
+        totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
+    if totals is None or not all(denominator for _, denominator in totals.losses.values()):
         raise ValueError("the evaluation data holds no supervised token")
-    return summarize(totals, ar_weight=ar_weight)
+    return summarize(totals)
 
 
-def summarize(totals: dict[str, Any], *, ar_weight: float) -> dict[str, Any]:
-    """JSON-able: loss, loss_ar, loss_mask, and for `ar` and each mask offset count, accuracy, confidence, calibration.
+def summarize(totals: EvalSums) -> dict[str, Any]:
+    """JSON-able: the losses, and for `ar` and each offset of `mask_offsets` (and of what else has offsets) count,
+    accuracy, confidence, calibration and cross-entropy.
 
     `calibration_error` is the expected calibration error over ten bins of confidence:
-    Σ_bins (count / all) · |accuracy - confidence|. Block diffusion has its loss alone: rows see what they predict where
-    they are clean, and the masks of a block have no offsets. Of multi-token prediction the loss is that of training,
-    with the ordinary rows' part; `sampler_offsets` are the sampler head's.
+    Σ_bins (count / all) · |accuracy - confidence|.
     """
-    denominator = totals["denominator"]
-    if "rows" in totals:  # multi-token prediction
-        offsets = {name: _by_offset(totals[name]) for name in ("mask", "sampler") if name in totals}
-        return {
-            "loss": float(totals["rows_numerator"] / totals["rows"]),
-            "loss_ar": float(totals["ar_numerator"] / denominator),
-            **{f"{name}_offsets": cells for name, cells in offsets.items()},
-            "ar": _of_cells(totals["ar"][1]),
-        }
-    if "ar_numerator" not in totals:
-        loss = float(totals["mask_numerator"] / denominator)
-        return {"loss": loss, "loss_mask": loss}
-    result: dict[str, Any] = {"loss_ar": float(totals["ar_numerator"] / denominator)}
-    result["loss"] = result["loss_ar"]
-    if "mask" in totals:
-        result["loss_mask"] = float(totals["mask_numerator"] / denominator)
-        result["loss"] = result["loss_mask"] + ar_weight * result["loss_ar"]
-        result["mask_offsets"] = _by_offset(totals["mask"])
-    result["ar"] = _of_cells(totals["ar"][1])
+    result: dict[str, Any] = {
+        name: float(np.sum(numerator) / denominator) for name, (numerator, denominator) in totals.losses.items()
+    }
+    for name, table in totals.offsets.items():
+        result |= {"ar": _of_cells(table[1])} if name == "ar" else {f"{name}_offsets": _by_offset(table)}
     return result
 
 

@@ -332,7 +332,6 @@ class _Run:
                 self._params(),
                 self.data.held_out_batches(),
                 block_size=self.block_size,
-                ar_weight=self.config.objective.ar_weight,
                 place=partial(place_whole, mesh=self.mesh),
             )
         result |= self._decode()

@@ -32,7 +32,7 @@ from marsjax.models import Decoder, ModelConfig
 from marsjax.models.layers import Gate
 from marsjax.parallel.sharding import everywhere
 from marsjax.training.attend import behind_attend, causal_attend, keeping
-from marsjax.training.evaluate import clean_sums, histogram
+from marsjax.training.evaluate import EvalStep, EvalSums, clean_sums, histogram
 from marsjax.training.losses import Aim, RowScores, likeliest, score_rows
 from marsjax.training.objectives import Forward, Sums, take, target_columns
 from marsjax.training.state import Params, rebuild
@@ -235,8 +235,11 @@ def _own_choices(model: Decoder, z: jax.Array, before: jax.Array, k: int, forwar
     return jnp.stack(chosen, axis=-1).reshape(before.shape)
 
 
-def make_eval_step(config: ModelConfig, *, options: MultiToken, forward: Forward, unroll: bool = False):
-    """As `marsjax.training.evaluate.make_eval_step`, with the same anchors of a sequence at every evaluation."""
+def make_eval_step(config: ModelConfig, *, options: MultiToken, forward: Forward, unroll: bool = False) -> EvalStep:
+    """As `marsjax.training.evaluate.make_eval_step`, with the same anchors of a sequence at every evaluation.
+
+    The loss is that of training, with the ordinary rows' part; `sampler_offsets` are the sampler head's.
+    """
 
     def eval_step(params: Params, batch: Any, target_rows: int | None):
         drawn = draw(batch, None, target_rows, options)
@@ -244,15 +247,12 @@ def make_eval_step(config: ModelConfig, *, options: MultiToken, forward: Forward
         assert scores.of_ordinary is not None
         k, count = options.masks, drawn.weights.shape[1]
         offsets = jnp.where(drawn.weights != 0, jnp.arange(count) % k + 2, 0)
-        sums = clean_sums(batch, take(batch.weights, scores.rows), scores.of_ordinary)
-        sums |= {
-            "rows": drawn.denominator.sum(),
-            "rows_numerator": scores.total,
-            "mask": histogram(scores.of_masks, offsets, k + 1),
-        }
+        of_ar = clean_sums(batch, take(batch.weights, scores.rows), scores.of_ordinary)
+        cells = {"mask": histogram(scores.of_masks, offsets, k + 1)}
         if scores.of_sampler is not None:
             of_masks = RowScores(*(x[:, :count] for x in scores.of_sampler))
-            sums["sampler"] = histogram(of_masks, offsets, k + 1)
-        return everywhere(sums)
+            cells["sampler"] = histogram(of_masks, offsets, k + 1)
+        losses = {"loss": (scores.total, drawn.denominator.sum()), **of_ar.losses}
+        return everywhere(EvalSums(losses, {**cells, **of_ar.offsets}))
 
     return jax.jit(eval_step, static_argnums=2)

@@ -330,7 +330,8 @@ def make_evaluation(config: TrainConfig, model_config: ModelConfig, forward: For
     if section.name == "mtp":
         return mtp.make_eval_step(model_config, options=multi_token_options(config), forward=forward, unroll=unroll)
     block_size = section.block_size if section.has_masks else None
-    return make_eval_step(model_config, block_size=block_size, forward=forward, unroll=unroll)
+    options: dict[str, Any] = {"ar_weight": section.ar_weight, "forward": forward, "unroll": unroll}
+    return make_eval_step(model_config, block_size=block_size, **options)
 
 
 def multi_token_options(config: TrainConfig) -> mtp.MultiToken:

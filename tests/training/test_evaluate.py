@@ -8,7 +8,16 @@ from flax import nnx
 
 from marsjax.attention.masks import dense_mask, two_stream, two_stream_rows
 from marsjax.decoding import generator
-from marsjax.training.evaluate import BINS, decode, evaluate, held_out_prompts, histogram, make_eval_step, summarize
+from marsjax.training.evaluate import (
+    BINS,
+    EvalSums,
+    decode,
+    evaluate,
+    held_out_prompts,
+    histogram,
+    make_eval_step,
+    summarize,
+)
 from marsjax.training.losses import RowScores
 from marsjax.training.objectives import Forward
 from marsjax.training.state import copy_as_list
@@ -58,9 +67,9 @@ def expected_of(triples):
 def test_by_offset(tiny, make):
     documents = make.documents(0, [15, 9, 12, 14])
     batch = make.batch([[d] for d in documents], length=16, block_size=4)
-    step = make_eval_step(tiny.config, block_size=4, forward=Forward())
+    step = make_eval_step(tiny.config, block_size=4, ar_weight=0.5, forward=Forward())
     halves = [jax.tree.map(lambda x: x[:2], batch), jax.tree.map(lambda x: x[2:], batch)]
-    got = evaluate(step, tiny.params, halves, block_size=4, ar_weight=0.5)
+    got = evaluate(step, tiny.params, halves, block_size=4)
     found = reference(tiny, batch, 4)
     for (stream, offset), triples in found.items():
         cell = got["ar"] if stream == "ar" else got["mask_offsets"][str(offset)]
@@ -133,7 +142,7 @@ def test_calibration_is_by_bin():
     correct = np.array([[1, 0, 1, 1]], np.float32)
     scores = RowScores(np.ones_like(correct), correct, confidence)
     table = np.asarray(histogram(scores, np.array([[1, 1, 1, 1]]), 1), np.float64)
-    result = summarize({"denominator": 4.0, "ar_numerator": 4.0, "ar": table}, ar_weight=1.0)
+    result = summarize(EvalSums({"loss": (4.0, 4.0)}, {"ar": table}))
     assert result["ar"]["accuracy"] == pytest.approx(0.75)
     assert result["ar"]["confidence"] == pytest.approx(0.75)
     assert result["ar"]["calibration_error"] == pytest.approx(0.5 * 0.45 + 0.5 * 0.45)

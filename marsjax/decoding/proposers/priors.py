@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from marsjax.decoding import sampling
 from marsjax.decoding.cache import attend_cache_and_slots
 
 KEPT = 32  # likeliest tokens kept behind each token
@@ -119,7 +120,7 @@ def _made(network, params, prefix, vocab) -> tuple[np.ndarray, np.ndarray]:
     @jax.jit
     def behind(params, cache, tokens, cursor, sees):
         hidden, _ = network.forward(params, tokens, cursor[:, None], attend_cache_and_slots(cursor, sees), cache)
-        return jax.lax.top_k(jax.nn.log_softmax(network.unembed(params, hidden)[:, 0], axis=-1), KEPT)
+        return sampling.top(jax.nn.log_softmax(network.unembed(params, hidden)[:, 0], axis=-1), KEPT)
 
     cache = before(params, prompts, start, sees)
     cursor, itself = start + np.int32(len(prefix)), np.ones((ROWS, 1, 1), bool)
