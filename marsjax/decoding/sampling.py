@@ -13,7 +13,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """Arg-max over the last axis as int32; exact ties go to the lowest id. NaN gives an id of V or more.
+    """Arg-max over the last axis as int32; exact ties go to the lowest id. A row with NaN gives V.
 
     The best block of ids first, then the best in it: XLA's own arg-max carries (value, index) pairs through one long
     reduction, which a CPU does not vectorise.
@@ -25,7 +25,8 @@ def greedy(logits: jax.Array) -> jax.Array:
     top = best.max(-1, keepdims=True)
     block = jnp.minimum(_first(best == top), vocab // size - 1)
     within = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return block * size + _first(within == top)
+    # A sum keeps NaN; XLA's maximum on a CPU may drop it.
+    return jnp.where(jnp.isnan(logits.sum(-1)), vocab, block * size + _first(within == top))
 
 
 def top(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -261,8 +261,14 @@ def test_nan_weights_are_told_not_decoded():
     broken = marsjax.weights.load(CASES / "tiny_mars")  # its own: the others share one
     scale = broken.model.final_norm.scale
     scale[...] = jnp.full_like(scale[...], jnp.nan)
-    with pytest.raises(FloatingPointError, match="logits are NaN"):
-        Generator(broken, window=4).generate([50, 9, 7], max_new_tokens=4)
+    lm = Generator(broken, window=4)
+    for prompts, options in (
+        ([50, 9, 7], {}),
+        ([[50, 9, 7], [50, 9]], {}),
+        ([[50, 9, 7], [50, 9]], {"temperature": 1.0}),
+    ):
+        with pytest.raises(FloatingPointError, match="logits are NaN"):
+            lm.generate(prompts, max_new_tokens=4, **options)
 
 
 def test_bfloat16_logits_are_float32():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from marsjax.decoding.sampling import choose, top
+from marsjax.decoding.sampling import choose, greedy, top
 
 choose = jax.jit(choose)
 DRAWS = 4000
@@ -78,6 +78,17 @@ def test_a_draw_depends_on_seed_and_position_only():
 def test_greedy_ties_go_to_the_lowest_id():
     assert draw(rows=3, temperature=0.0).tolist() == [0, 0, 0]
     assert draw([-np.inf, 1, 2, 2, 2], rows=1, temperature=0.0).tolist() == [2]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 66), (2, 4, 704), (1, 1, 49152), (3, 2, 151936)], ids=str)
+@pytest.mark.parametrize("many", [False, True])
+def test_nan_is_never_a_token(shape, many):
+    """The compiler's maximum drops NaN in long rows."""
+    logits = jnp.zeros(shape).at[..., 3].set(-jnp.inf)
+    broken = jnp.full(shape, jnp.nan) if many else logits.at[..., shape[-1] // 2].set(jnp.nan)
+    for chosen in (greedy, jax.jit(greedy)):
+        assert (chosen(broken) == shape[-1]).all()
+        assert (chosen(logits) == 0).all()
 
 
 def test_extremes():
