@@ -105,7 +105,8 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
     if asks_token and not asks_itself:
         probing = "say how to ask it without (probe)" if name in OWNERS["probe"] else "use 'ar'"
         raise ValueError(
-            f"strategy {name!r} needs a mask token and this model has none: fine-tune it with `marsjax train`, or "
+            f"strategy {name!r} needs a mask token and this model has none: fine-tune it (`marsjax train` with "
+            "objective.name=mars, or mtp), or "
             f"{probing}"
         )
     option = {"block": "cache_block", "block_diffusion": "diffusion_block"}.get(
@@ -132,6 +133,12 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
     if name == "block":
         return BlockCache(plan.size, Carry(target.vocab_size)), ()
     if name == "block_diffusion":
+        adapter = target.network.config.adapter
+        if adapter is not None and adapter.gated:
+            raise ValueError(
+                "block_diffusion lets text see ahead in its block, which the model beside a gated adapter has never "
+                "learned; use 'mars', or 'auto' for the way that the adapter was trained for"
+            )
         if target.block_size not in (None, plan.pending):
             warnings.warn(
                 f"blocks of {plan.pending} are not those of {target.block_size} this model was trained with",

@@ -20,6 +20,7 @@ from marsjax.models.known import KNOWN
 from marsjax.parallel import ahead, flops, hlo, sharding
 from marsjax.parallel.slices import Slice, parse_slice
 from marsjax.training import setup
+from marsjax.training.base_model import check_adapter
 from marsjax.training.config import ConfigError, TrainConfig
 from marsjax.training.optimizer import make_optimizer, make_schedule
 from marsjax.training.state import Params, TrainState, abstract_frozen, abstract_state
@@ -242,8 +243,10 @@ def best(plans: list[Plan]) -> Plan | None:
 
 def model_config(config: TrainConfig) -> ModelConfig:
     """The network of a configuration with its adapter, without reading weights; of a published model, without a network
-    either."""
-    return dataclasses.replace(_base_config(config), adapter=config.adapter.of(config.objective))
+    either. What is wrong with an adapter to train further is said here too."""
+    model = dataclasses.replace(_base_config(config), adapter=config.adapter.of(config.objective))
+    check_adapter(config, model)
+    return model
 
 
 def _base_config(config: TrainConfig) -> ModelConfig:

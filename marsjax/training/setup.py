@@ -193,6 +193,8 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
 
     prompts = decode_prompts(config, pretrained)
     train = rows(section.train)
+    if config.objective.name == "mtp":
+        _check_foreseen(train, config.objective.block_size)
     packing = pack_rows(config, train, form) if section.packing else None
     accumulation, micro_rows = section.accumulation, section.batch_size // section.accumulation
     batches = TrainBatches(
@@ -210,6 +212,22 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
     _check_same_data(batches, held_out)
     micro = dataclasses.replace(form, batch_size=section.batch_size // section.accumulation)
     return TrainData(batches, held_out, micro, end_id, config.evaluation.rows, prompts)
+
+
+def _check_foreseen(rows: RowSet, masks: int) -> None:
+    """Raises DataError, with counts, if no mask would have anything to predict: two supervised tokens of a row, the
+    second no more than `masks` behind the first."""
+    stats = rows.stats
+    if not rows.counted or stats.supervised_tokens > stats.rows:  # then some row has two, as a rule next to each other
+        return
+    sizes = rows.sizes()
+    of_row = np.repeat(np.arange(len(sizes.span_offsets) - 1), np.diff(sizes.span_offsets))
+    near = (sizes.span_starts[1:] - sizes.span_ends[:-1] < masks) & (of_row[1:] == of_row[:-1])
+    if not (near.any() or (sizes.span_ends - sizes.span_starts > 1).any()):
+        raise DataError(
+            f"{rows.name}: no mask has anything to predict, since answers are of one token ({stats}); raise "
+            "data.length, or give longer answers"
+        )
 
 
 def pack_rows(config: TrainConfig, rows: RowSet, form: BatchFormat) -> Packing:

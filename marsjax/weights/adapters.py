@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -226,12 +227,24 @@ def check(adapter: AdapterFiles, config: ModelConfig) -> None:
         )
 
 
+def check_finite(adapter: AdapterFiles, model: Decoder) -> None:
+    """Raises CheckpointError if a number of the adapter is not finite: through attention it would reach every token."""
+    for entry in entries(nnx.state(model), model.config.num_layers):
+        if is_adapter(entry.path) and not bool(jnp.isfinite(entry.variable.get_raw_value()).all()):
+            raise CheckpointError(
+                f"the adapter in {adapter.where} is damaged: {entry.names[0]} holds numbers that are not finite; "
+                "fetch or export it again"
+            )
+
+
 def warn_of_other_weights(adapter: AdapterFiles, model: Decoder) -> None:
     """Warns if the model has the right shape and other weights than the adapter's base."""
     if adapter.norms is not None and adapter.norms != fingerprint(model):
+        gated = adapter.config is not None and adapter.config.gated
+        what = "it may foresee less; the text stays the model's own" if gated else "the text may come out as nonsense"
         warnings.warn(
             f"the adapter in {adapter.where} was trained beside other weights of the same shape"
-            f"{f' ({adapter.base})' if adapter.base else ''}: its predictions may be worse",
+            f"{f' ({adapter.base})' if adapter.base else ''}: {what}",
             stacklevel=4,
         )
 

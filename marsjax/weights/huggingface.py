@@ -50,7 +50,7 @@ def find(source: str | Path, files: Sequence[str]) -> Path:
     if not path.exists() and isinstance(source, str) and HUB_ID.fullmatch(source):
         return download(source, files)
     reason = "is a file" if path.exists() else "does not exist"
-    raise CheckpointError(f"{str(source)!r} {reason}; expected a directory or a hub id (owner/name)")
+    raise CheckpointError(f"{str(source)!r} {reason}; expected a directory or a hub id (owner/name){neighbours(path)}")
 
 
 def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
@@ -67,13 +67,23 @@ def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
         # "Not found" and "no access" are HTTP errors with a response; everything else is the way there.
         response = getattr(error, "response", None)
         reason = f"the hub answers {response.status_code}" if response is not None else "the hub cannot be reached"
+        is_model = files in (DOWNLOADED, WITHOUT_WEIGHTS)
+        what = "a model" if is_model else "an adapter"
+        others = ", or pass a .gguf file; `marsjax demo` needs no download" if is_model else ""
         raise CheckpointError(
-            f"{hub_id!r} is neither a local path nor a model that can be fetched: {reason}"
+            f"{hub_id!r} is neither a local path nor {what} that can be fetched{neighbours(hub_id)}: {reason}"
             f" ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}).\n"
-            "Ways out: check the spelling; log in (`hf auth login`) if the model is gated; on a machine without"
-            f" network, fetch it elsewhere (`hf download {hub_id} --local-dir DIR`) and pass the directory, or pass a"
-            " .gguf file; `marsjax demo` needs no download"
+            "Ways out: check the spelling; log in (`hf auth login`) if its owner asks for it; on a machine without"
+            f" network, fetch it elsewhere (`hf download {hub_id} --local-dir DIR`) and pass the directory{others}"
         ) from error
+
+
+def neighbours(path: str | Path) -> str:
+    """What there is in a path's directory, to be told with an error; "" where there is no such directory."""
+    parent = Path(path).expanduser().parent
+    if not parent.is_dir():
+        return ""
+    return f" ({parent} holds: {', '.join(sorted(p.name for p in parent.iterdir())[:20]) or 'nothing'})"
 
 
 def read_json(path: Path) -> dict[str, Any]:

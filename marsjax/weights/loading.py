@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from marsjax.models import ModelConfig, abstract
 from marsjax.models.decoder import Layout
 from marsjax.weights import huggingface
-from marsjax.weights.adapters import AdapterFiles, open_adapter, warn_of_other_weights
+from marsjax.weights.adapters import AdapterFiles, check_finite, open_adapter, warn_of_other_weights
 from marsjax.weights.adapters import check as check_adapter
 from marsjax.weights.assemble import assemble, check
 from marsjax.weights.names import EMBEDDING, HEAD
@@ -78,11 +78,9 @@ def open_source(source: str | Path, *, weights: bool = True) -> Source:
     ):
         files = huggingface.DOWNLOADED if weights else huggingface.WITHOUT_WEIGHTS
         return huggingface.open_directory(huggingface.download(source, files), weights=weights)
-    parent = path.parent
-    there = f"{parent} holds: {', '.join(sorted(p.name for p in parent.iterdir())[:20])}" if parent.is_dir() else ""
     raise CheckpointError(
         f"{str(source)!r} does not exist; expected a directory with config.json and safetensors, a .gguf file or a hub"
-        f" id such as Qwen/Qwen2.5-0.5B-Instruct. {there}".rstrip()
+        f" id such as Qwen/Qwen2.5-0.5B-Instruct{huggingface.neighbours(path)}"
     )
 
 
@@ -138,6 +136,7 @@ def read(
     if weights:
         model = assemble(config, tensors, layout=layout, dtype=dtype, mesh=mesh, adapter_dtype=adapter_dtype)
         if adapter is not None:
+            check_finite(adapter, model)
             warn_of_other_weights(adapter, model)
     else:
         model = nnx.merge(*abstract(config, layout, dtype))

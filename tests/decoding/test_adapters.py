@@ -339,6 +339,7 @@ def test_an_adapter_without_masks_needs_a_mask_token():
         ({"strategy": "mars", "window": 7}, "window asks 6 masks in a row, .* embeddings for 5; lower window$"),
         ({"strategy": "block", "cache_block": 7}, "cache_block asks 6 masks"),
         ({"strategy": "block_diffusion", "diffusion_block": 6}, "diffusion_block asks 6 masks"),
+        ({"strategy": "block_diffusion", "diffusion_block": 4}, "beside a gated adapter has never learned"),
         ({"strategy": "mars", "sampler": True}, "sampler belongs to strategy chain or comb or tree, not to mars"),
         ({"strategy": "comb", "sampler": 1}, "sampler must be true or false, got 1"),
         ({"strategy": "comb", "sampler_candidates": -1}, "sampler_candidates must be a positive integer"),

@@ -57,6 +57,7 @@ def test_good_lines_are_answered_and_bad_ones_are_errors(tmp_path):
     ]
     summary = run(tmp_path, [*bad[:3], *good, *bad[3:]])
     assert (summary.answered, summary.failed) == (len(good), len(bad))
+    assert summary.first_failure.startswith("line 1: not JSON")
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(lines) == len(good) + len(bad)
     found = answers(tmp_path / "out.jsonl")

@@ -19,6 +19,8 @@ from marsjax.training import load_config, train
 from marsjax.training.checkpoints import Checkpoints
 from marsjax.training.config import AnotherRun, ConfigError
 from marsjax.training.export import export
+from marsjax.training.plan import model_config
+from marsjax.weights import CheckpointError
 
 BASE = str(assets() / "demo_ar")
 SETTINGS = [
@@ -90,6 +92,13 @@ def test_an_adapter_is_trained_further(run, tmp_path):
     after = split(leaves(weights.load(BASE, adapter=further.export).model))[1]
     moved = [float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
     assert 0 < max(moved) < 0.02  # two steps of 2e-3, not what a new adapter is away
+
+
+def test_a_plan_looks_at_the_adapter_to_train_further(run, tmp_path):
+    settings = [*MTP, f"output.directory={tmp_path}"]
+    assert model_config(load_config(None, [*settings, f"adapter.source={run.export}"])).adapter.masks == 3
+    with pytest.raises(CheckpointError, match="does not exist"):
+        model_config(load_config(None, [*settings, f"adapter.source={tmp_path / 'nowhere'}"]))
 
 
 @pytest.mark.parametrize(

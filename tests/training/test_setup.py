@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from marsjax.data.demo_tokenizer import demo_tokenizer
+from marsjax.data.sources import DataError
 from marsjax.parallel.sharding import make_mesh
 from marsjax.text.chat import render_prompt
 from marsjax.training import ConfigError, load_config
@@ -48,6 +49,19 @@ def test_prompts_to_decode_are_rendered_once_with_the_templates_arguments(load):
     data, tokenizer = load(conversations, *options)
     assert data.decode_prompts == [render_prompt(tokenizer, c[:1], note="loud") for c in conversations[:2]]
     assert load(conversations, *options, "evaluation.decode_prompts=0")[0].decode_prompts == []
+
+
+def test_answers_of_one_token_are_nothing_to_foresee(load, tmp_path):
+    """Each of 8 answers is cut to its first token; one more, and a mask has a label."""
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(json.dumps({"messages": conversation(f"Is {i}?")}) + "\n" for i in range(8)))
+    options = (f"data.train=jsonl:{short}", "objective={name: mtp, block_size: 2}", "adapter.rank=1",
+               "evaluation.decode_prompts=0")  # fmt: skip
+    length = len(render_prompt(demo_tokenizer(), conversation("Is 1?")[:1])) + 1
+    counts = "8 conversations, 8 rows, .* 8 supervised; 8 answers cut"
+    with pytest.raises(DataError, match=rf"no mask has anything to predict, .*\({counts}\); raise data.length"):
+        load([conversation("Is 1?")], *options, f"data.length={length}")
+    load([conversation("Is 1?")], *options, f"data.length={length + 1}")
 
 
 def test_prompts_to_decode_must_fit_the_positions(load):

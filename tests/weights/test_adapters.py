@@ -449,6 +449,16 @@ def test_damaged_files(written, adapter, file, damage, message):
         load(GOLDEN / "llama", adapter=out)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_that_are_not_finite(written, number):
+    out, _ = written(PLAIN)
+    edit_weights(out, "adapter_model.safetensors", lambda t: t.update({Q.format("B"): np.full((48, 3), number, "f")}))
+    with pytest.raises(
+        CheckpointError, match=r"layers.*self_attn.q_proj.lora_B.weight holds numbers that are not finite"
+    ):
+        load(GOLDEN / "llama", adapter=out)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -500,6 +510,13 @@ def test_no_directory(tmp_path, unread):
     (tmp_path / "run/export/adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"looks like a training run, whose adapter is .*run/export"):
         load(GOLDEN / "llama", adapter=tmp_path / "run")
+
+
+def test_a_misspelt_path_like_a_hub_id_says_what_is_there(tmp_path, unread, monkeypatch):
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"nor an adapter that can be fetched \(runs holds: mine\)"):
+        load(GOLDEN / "llama", adapter="runs/mien")
 
 
 def test_a_wrong_hub_model_is_not_fetched(written, monkeypatch, tmp_path):
