@@ -9,6 +9,7 @@ training would put an end where the model goes on. `jsonl:own.jsonl` is then a s
 """
 
 import json
+import sys
 from pathlib import Path
 
 import tyro
@@ -28,22 +29,28 @@ def requests(*, source: str, out: Path, count: int = 800, max_tokens: int = 512)
 
 def conversations(*, requests: Path, answers: Path, out: Path) -> None:
     """Requests and their answers as conversations, in the order of the requests."""
-    found, cut = {}, 0
+    found, cut, failed = {}, 0, []
     for line in answers.read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)
-        if (response := answer.get("response")) is not None and response["status_code"] == 200:
+        if (response := answer.get("response")) is None:
+            failed.append(answer["error"]["message"])
+        else:
             choice = response["body"]["choices"][0]
             if choice["finish_reason"] == "length":
                 cut += 1
             else:
                 found[answer["custom_id"]] = choice["message"]
+    told = f"{cut} left out that reached their limit (requests --max-tokens); {len(failed)} failed"
+    told += f", the first because: {failed[0]}" if failed else ""
+    if not found:
+        sys.exit(f"no answer in {answers} came to its end: {told}")
     with out.open("w", encoding="utf-8") as file:
         for line in requests.read_text(encoding="utf-8").splitlines():
             request = json.loads(line)
             if (message := found.get(request["custom_id"])) is not None and message["content"].strip():
                 messages = [*request["body"]["messages"], message]
                 file.write(json.dumps({"messages": messages}) + "\n")
-    print(f"{len(found)} answers in {out}; {cut} left out that reached their limit (requests --max-tokens)")
+    print(f"{len(found)} answers in {out}; {told}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ DEMO_PROBLEMS = 384
 
 def demo(
     *,
-    out: Path = Path("demo-out"),
+    out: Path | None = None,
     quick: bool = False,
     seed: int = 0,
     problems: int = DEMO_PROBLEMS,
@@ -31,12 +32,12 @@ def demo(
     """Watch a small model go from one token a forward pass to several: fine-tune, decode, report. Minutes on a CPU.
 
     Writes report.html, report.json and the fine-tuned model (training/export) into OUT. Needs no network. An unfinished
-    run goes on where it stopped.
+    run goes on where it stopped. With --model smollm2 nothing is trained, and the model comes from the hub or SOURCE.
 
     Args:
-        out: directory for the results.
-        model: own: fine-tune this package's model with MARS. smollm2: no training; SmolLM2-135M-Instruct as it is, with
-            an adapter that comes with this package, answers the same text in fewer forward passes.
+        out: directory for the results; by default demo-out, with smollm2 demo-out/smollm2.
+        model: own: fine-tune this package's model with MARS. smollm2: SmolLM2-135M-Instruct as it is, with an adapter
+            that comes with this package, answers the same text in fewer forward passes.
         source: with smollm2: its directory or .gguf file; by default it is fetched from the hub.
         quick: forty steps of training and 64 problems, to see that everything works.
         seed: of the training data's order and of the held-out problems.
@@ -50,13 +51,13 @@ def demo(
         from marsjax.instruct_demo import SOURCE
         from marsjax.instruct_demo import demo as show
 
-        show(out, source=SOURCE if source is None else source)
+        show(out or Path("demo-out/smollm2"), source=SOURCE if source is None else source)
         return 0
     if source is not None:
         raise ValueError(f"--source {source} goes with --model smollm2")
     from marsjax.demo import demo as run
 
-    run(out, quick=quick, seed=seed, problems=problems, overrides=overrides)
+    run(out or Path("demo-out"), quick=quick, seed=seed, problems=problems, overrides=overrides)
     return 0
 
 
@@ -336,6 +337,8 @@ def batch(
         f"{summary.answered} answered{kept}, {summary.failed} failed; {sums.new_tokens} tokens, "
         f"{sums.tokens_per_forward:.2f} a forward, {sums.decode_seconds + sums.prefill_seconds:.1f} s: {target}"
     )
+    if summary.first_failure is not None:
+        print(f"marsjax: the first that failed, {summary.first_failure}", file=sys.stderr)
     return 1 if summary.failed else 0
 
 
@@ -508,6 +511,10 @@ def _give_up(code: int) -> int:
     return code
 
 
+def _without_source(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
+    return f"marsjax: {'' if category is UserWarning else f'{category.__name__}: '}{message}\n"
+
+
 COMMANDS = {
     "demo": demo,
     "train": train,
@@ -524,6 +531,9 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0, 1 after an error (told in one message), 130 after an interrupt."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no torch, which nothing here needs
+    if not os.environ.get("MARSJAX_TRACEBACK"):
+        warnings.formatwarning = _without_source
     try:
         return tyro.extras.subcommand_cli_from_dict(
             COMMANDS,  # type: ignore[arg-type]

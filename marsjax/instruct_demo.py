@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
 import rich
 from rich.table import Table
 
@@ -53,7 +54,10 @@ def demo(
     rich.print(f"[bold]1. Loading[/bold] {source}, and beside it {adapter}")
     ahead = Generator.load(source, adapter=adapter)
     alone = Generator.load(source, strategy="ar")
-    rich.print(f"[bold]2. Answering {len(questions)} questions[/bold], one at a time, each way (the first compiles)")
+    rich.print(
+        f"[bold]2. Answering {len(questions)} questions[/bold], one at a time, each way (the first compiles); a bar "
+        "stands behind what each forward pass gave"
+    )
     rows: list[dict[str, Any]] = []
     size: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     for generator in (alone, ahead):
@@ -72,7 +76,10 @@ def demo(
         "adapter": str(adapter),
         "plan": ahead.plan.name,
         "slots": ahead.plan.size,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{jax.default_backend()}: {platform.machine()}, {os.cpu_count()} cores",
+        "note": f"A pass with the adapter is one of {ahead.plan.size} slots. Where arithmetic is the limit, as on a "
+        "processor, it takes longer than one of a single slot; where reading the weights is, as on a TPU at small "
+        "batches, about as long.",
         "answers": rows,
     }
     table = Table(box=None)
@@ -86,7 +93,7 @@ def demo(
     rich.print(table)
     reports.write_json(out / "report.json", report)
     (out / "report.html").write_text(_page(report), encoding="utf-8")
-    rich.print(report["summary"])
+    rich.print(f"{report['summary']} {report['note']}")
     rich.print(f"Report: {out / 'report.html'}   numbers: {out / 'report.json'}")
     return report
 
@@ -127,8 +134,11 @@ def _page(report: dict[str, Any]) -> str:
         f"{row['with_adapter']['forwards']} forward passes</p><div class=answer>{row['html']}</div>"
         for row in report["answers"]
     )
+    source = report["source"]
+    name = Path(source).name if Path(source).exists() else source
     lead = (
-        f"{html.escape(report['source'])} with an adapter that acts on masks only: every answer is, token for token, "
+        f"{html.escape(name)} with an adapter that acts on masks only: every answer is, token for token, "
         f"the one the model gives alone. {html.escape(report['summary'])} ({html.escape(report['machine'])})"
     )
-    return reports.page(f"{report['with_adapter']['tokens_per_forward']:.2f} tokens per forward pass", lead, answers)
+    title = f"{report['with_adapter']['tokens_per_forward']:.2f} tokens per forward pass"
+    return reports.page(title, lead, reports.legend() + answers, html.escape(report["note"]))

@@ -49,22 +49,27 @@ Tokens per second are those of {html.escape(report["machine"])}, batches of {rep
 compilation apart; a small model on a processor is not where forward passes are dear. "Same text" is the share of
 answers equal, token for token, to what the model writes one token at a time.</p>
 <h2>One answer</h2><p class=question>{html.escape(report["example"]["question"])}</p>
-{examples}"""
+{examples}{legend()}"""
     path.write_text(page(title, lead, body, html.escape(report["summary"])), encoding="utf-8")
 
 
 def page(title: str, lead: str, body: str, note: str = "") -> str:
     """A page around HTML with shaded answers, which needs no network and no other file; `title` is text."""
-    legend = "".join(f'<span class="chunk c{n}">&nbsp;{n}{"+" if n == 5 else ""}&nbsp;</span> ' for n in range(1, 6))
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>marsjax demo: {title}</title><style>{_STYLE}{shading.css()}</style></head><body>
 <h1>{title}</h1>
 <p class=lead>{lead}</p>
-{body}<p class=note>Tokens accepted in one forward pass: {legend}</p>
+{body}
 <p class=note>{note}</p>
 </body></html>
 """
+
+
+def legend() -> str:
+    """What the shades say."""
+    shades = "".join(f'<span class="chunk c{n}">&nbsp;{n}{"+" if n == 5 else ""}&nbsp;</span> ' for n in range(1, 6))
+    return f"<p class=note>Tokens accepted in one forward pass: {shades}</p>"
 
 
 def _table(report: dict[str, Any]) -> str:

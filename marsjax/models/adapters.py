@@ -109,5 +109,8 @@ def cannot_merge(adapter: AdapterConfig) -> str:
             "answers. Keep it as a file beside the model: marsjax generate --model BASE --adapter DIR"
         )
     if adapter.masks > 1 or adapter.sampler:
-        return "it has several embeddings of masks or a sampler head, which the model has no place for"
+        return (
+            "it has several embeddings of masks or a sampler head, which the model has no place for. Keep it as a file "
+            "beside the model: marsjax generate --model BASE --adapter DIR"
+        )
     return ""

@@ -44,6 +44,7 @@ class Summary:
     failed: int
     kept: int  # answers that were in the output already
     statistics: Statistics
+    first_failure: str | None = None  # under which id, and why
 
 
 def run(
@@ -82,11 +83,15 @@ def run(
     pending: dict[Request, Line] = {engine.submit(line.spec): line for line in lines}
     if answered is not None and (lines or bad):
         _drop_errors(target)
-    failed = len(bad)
+    failed, first_failure = len(bad), None
     # Unbuffered: closing a buffer would try again to write what did not fit, and tell of that instead.
     with target.resolve().open("ab" if answered is not None else "xb", buffering=0) as out:
 
         def write(custom_id: str | None, response: Any, error: Any) -> None:
+            nonlocal first_failure
+            if error is not None and first_failure is None:
+                which = custom_id if custom_id is not None else f"line {error['line']}"
+                first_failure = f"{which}: {error['message']}"
             line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
             rest, end = memoryview(json.dumps(line).encode() + b"\n"), out.seek(0, os.SEEK_END)
             try:
@@ -120,7 +125,7 @@ def run(
                     bar.update(task, advance=1, rate=rate, per_forward=sums.tokens_per_forward)
     kept = len(answered or ())
     answers = len(lines) - engine.statistics.failed
-    return Summary(answered=answers, failed=failed, kept=kept, statistics=engine.statistics)
+    return Summary(answers, failed, kept, engine.statistics, first_failure)
 
 
 def check_files(source: Path, target: Path, resume: bool) -> set[str] | None:

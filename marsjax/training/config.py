@@ -348,6 +348,10 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"evaluation.decode_prompts={c.evaluation.decode_prompts} must be at least 0"
 
 
+def as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _adapter_problems(c: TrainConfig) -> Iterator[str]:
     o, a, defaults = c.objective, c.adapter, ObjectiveSection()
     try:
@@ -374,7 +378,8 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
     if o.name != "mtp":
         for name in ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running"):
             if getattr(o, name) != getattr(defaults, name):
-                yield f"objective.{name}={getattr(o, name)} belongs to objective.name=mtp"
+                own = f"{getattr(o, name)} belongs to objective.name=mtp"
+                yield f"objective.{name}={own}; for {o.name} leave it at {as_yaml(getattr(defaults, name))}"
         return
     if o.block_size >= c.data.length > 1:
         yield f"objective.block_size={o.block_size} masks reach past documents of data.length={c.data.length}"
@@ -384,7 +389,7 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
         if not getattr(o, name) >= 0:
             yield f"objective.{name}={getattr(o, name)} must be at least 0"
     if o.ar_weight != defaults.ar_weight:
-        yield f"objective.ar_weight={o.ar_weight} belongs to mars"
+        yield f"objective.ar_weight={o.ar_weight} belongs to mars; leave it out"
     if o.free_running and not o.sampler:
         yield "objective.free_running=true is about the sampler, which objective.sampler=false leaves out"
     if (o.soft_targets or o.tv_weight) and not a.gated:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from marsjax.training.config import ConfigError, TrainConfig
+from marsjax.training.config import ConfigError, TrainConfig, as_yaml
 from marsjax.training.yaml_text import read_yaml
 
 
@@ -137,8 +137,7 @@ def describe() -> str:
         lines.append(f"{section}:")
         for f in dataclasses.fields(cls):
             default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else repr(default)
-            name = f"{section}.{f.name}={shown}"
+            name = f"{section}.{f.name}={as_yaml(default)}"
             lines.append(f"  {name:<46} {f.metadata['help']}")
             if typing.get_origin(f.type) is Literal:
                 lines[-1] += f" ({' | '.join(typing.get_args(f.type))})"

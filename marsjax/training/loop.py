@@ -439,7 +439,7 @@ class _Pending:
             means |= {name: rate for name, rate in self.clock.read().items() if rate}
             self._window.clear()
             run.write(step, "train", means)
-            losses = ("loss", "loss_mask", "loss_ar", "loss_sampler")
+            losses = ("loss", "loss_mask", "loss_ar", "loss_sampler", "loss_consistency")
             shown = (*losses, "gradient_norm", "tokens_per_second", "utilisation")
             run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
             if not run.progress.evaluated or run.data.held_out is None:
