@@ -11,7 +11,7 @@ from flax import nnx
 from marsjax import weights
 from marsjax.data.problems import problem
 from marsjax.demo import assets
-from marsjax.instruct_demo import SOURCE, demo
+from marsjax.instruct_demo import SOURCE, _summary, demo
 from marsjax.models.adapters import attach, join, split
 from marsjax.models.config import AdapterConfig
 from marsjax.models.known import KNOWN
@@ -47,6 +47,8 @@ def test_same_text_and_a_report(tmp_path, capsys):
     report = demo(tmp_path / "out", source=BASE, adapter=path, questions=QUESTIONS, max_new_tokens=24)
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
     assert (report["plan"], report["slots"]) == ("comb", 16)
+    assert report["equal"] == 2
+    assert "answers, all the same" in report["summary"]
     alone, several = report["alone"], report["with_adapter"]
     assert alone["tokens"] == several["tokens"] == alone["forwards"] >= several["forwards"]
     for row, question in zip(report["answers"], QUESTIONS, strict=True):
@@ -59,5 +61,10 @@ def test_same_text_and_a_report(tmp_path, capsys):
 
 def test_an_adapter_that_changes_answers_is_noticed(tmp_path):
     path = adapter(tmp_path / "adapter", gated=False)
-    with pytest.raises(RuntimeError, match="differ: the adapter touched the model's own path"):
+    with pytest.raises(ValueError, match="is not gated: it changes the model's answers"):
         demo(tmp_path / "out", source=BASE, adapter=path, questions=QUESTIONS, max_new_tokens=24)
+    rows = [{"alone": {"ids": [1, 2], "forwards": 2, "seconds": 1.0},
+             "with_adapter": {"ids": [1, i], "forwards": 1, "seconds": 1.0}} for i in (2, 2, 3)]  # fmt: skip
+    report = _summary(rows)
+    assert report["equal"] == 2
+    assert "6 tokens of 3 answers, 2 of 3 of them the same" in report["summary"]

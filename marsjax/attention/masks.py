@@ -1,8 +1,9 @@
 """Who sees whom in training, as arithmetic on four integers a row. The only place where that mask is defined.
 
-A row of the attention input is described by its stream, its position in its document, its block (`position // B`)
-and its segment (the document it belongs to within a packed row; 0 is padding). The functions work on numpy and jax
-arrays alike and broadcast, so that the dense path, the tests and a kernel's computable mask use the same lines.
+A row of the attention input is described by its stream, its position in its document, its block (`position // B`; of
+`multi_token` see there) and its segment (the document it belongs to within a packed row; 0 is padding). The functions
+work on numpy and jax arrays alike and broadcast, so that the dense path, the tests and a kernel's computable mask use
+the same lines.
 """
 
 from typing import Any, NamedTuple

@@ -129,7 +129,7 @@ OWNERS = {
 }
 
 
-# What "auto" hands on to the strategy it takes: "mars" or "comb".
+# What "auto" hands on to the strategy it takes.
 FOR_AUTO = ("window", "k", "sampler", "sampler_candidates")
 
 

@@ -117,7 +117,7 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
             f"{option} asks {plan.asks} masks in a row, and this model's adapter has embeddings for {own_masks}; lower "
             f"{option}" + ("" if name not in OWNERS["probe"] else ", or say what masks are (probe)")
         )
-    # A model trained with the window B knows B - 1 masks, one trained with masks behind every token as many as B.
+    # MARS trains windows of up to B predictions; multi-token prediction, which counts masks, B of them.
     asked = plan.tail if plan.continues and target.objective != "mtp" else plan.asks
     if (
         asks_token

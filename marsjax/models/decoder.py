@@ -1,7 +1,7 @@
 """The one network of the package: a pre-norm decoder of the Qwen2, Qwen3 and Llama 3 families.
 
-It knows neither masks nor caches. Whoever calls it passes `attend`, which decides who sees whom and keeps whatever
-it wants per layer in `layer_states`; see `marsjax.training.attend` and `marsjax.decoding.cache`.
+It knows neither attention masks nor caches. Whoever calls it passes `attend`, which decides who sees whom and keeps
+whatever it wants per layer in `layer_states`; see `marsjax.training.attend` and `marsjax.decoding.cache`.
 
 Letters in shapes: N rows, S positions, D hidden, H query heads, K key/value heads, h head_dim, F intermediate,
 V vocabulary rows, L layers.

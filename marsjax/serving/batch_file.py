@@ -125,7 +125,9 @@ def run(
                     bar.update(task, advance=1, rate=rate, per_forward=sums.tokens_per_forward)
     kept = len(answered or ())
     answers = len(lines) - engine.statistics.failed
-    return Summary(answers, failed, kept, engine.statistics, first_failure)
+    return Summary(
+        answered=answers, failed=failed, kept=kept, statistics=engine.statistics, first_failure=first_failure
+    )
 
 
 def check_files(source: Path, target: Path, resume: bool) -> set[str] | None:

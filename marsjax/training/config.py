@@ -80,7 +80,7 @@ class ObjectiveSection:
         return self.name in ("mars", "block_diffusion")
 
     @property
-    def block(self) -> int:
+    def alignment(self) -> int:
         """Blocks of so many tokens, to which documents and target rows are aligned."""
         return self.block_size if self.has_blocks else 1
 
@@ -164,7 +164,7 @@ class EvaluationSection:
     rows: int = _setting(256, "rows of it to use")
     every: int = _setting(200, "steps between evaluations; the last step is always evaluated")
     decode_prompts: int = _setting(0, "prompts of it to decode for tokens per forward; 0: none")
-    tau: float = _setting(0.95, "threshold for them")
+    tau: float = _setting(0.95, "threshold for them; mtp decodes at the model's own answers")
     max_new_tokens: int = _setting(128, "limit for them")
 
 
@@ -289,7 +289,7 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield "give optimizer.steps or data.epochs: how long to train"
     if c.data.accumulation >= 1 and c.data.batch_size % c.data.accumulation:
         yield f"data.batch_size={c.data.batch_size} is not a multiple of data.accumulation={c.data.accumulation}"
-    d, b, row_length = c.data, c.objective.block, c.row_length
+    d, b, row_length = c.data, c.objective.alignment, c.row_length
     if not d.packing:
         for name in ("row_length", "noisy_length"):
             if getattr(d, name) is not None:

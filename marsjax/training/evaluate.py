@@ -87,16 +87,17 @@ def evaluate(
     params: Params,
     batches: Iterable[Any],
     *,
-    block_size: int | None,
+    alignment: int | None,
     place: Callable[[Any], Any] = lambda batch: batch,
 ) -> dict[str, Any]:
     """Runs over all batches; every row counts once (padding rows weigh nothing). See `summarize` for the result.
 
-    `place` puts a batch where the parameters lie.
+    `alignment`: target rows are computed in runs of so many (`ObjectiveSection.alignment`); None: the step scores all
+    rows. `place` puts a batch where the parameters lie.
     """
     totals = None
     for batch in batches:
-        noisy_length = None if block_size is None else needed_target_rows(batch, block_size)
+        noisy_length = None if alignment is None else needed_target_rows(batch, alignment)
         sums = eval_step(params, place(batch), noisy_length)
         sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)  # on the host: counts stay exact
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
@@ -158,7 +159,7 @@ def decode(
     dtype: Any = jnp.float32,
 ) -> dict[str, float]:
     """Decodes prompts (token ids) as a model of this objective is, and says how many tokens a forward pass gave; "mtp"
-    without τ, at exactly the model's own answers.
+    without τ, at the model's own answers.
 
     One token, by definition and without decoding, where a window holds no masks.
     `make` gives the model in the list layout, with arrays of its own in `dtype`: the one copy of the weights that
@@ -168,12 +169,7 @@ def decode(
         return {"tokens_per_forward": 1.0}
     from marsjax.decoding.generator import Generator
 
-    strategies: dict[str, dict[str, Any]] = {
-        "mars": {"strategy": "mars", "window": block_size},
-        "block_diffusion": {"strategy": "block_diffusion", "diffusion_block": block_size},
-        "mtp": {"strategy": "comb", "k": block_size},
-    }
-    generator = Generator(make(), dtype=dtype, consume=True, **strategies[objective])
+    generator = Generator(make(), dtype=dtype, consume=True)  # "auto", as its objective wants
     results = generator.generate(list(prompts), tau=None if objective == "mtp" else tau, max_new_tokens=max_new_tokens)
     forwards = sum(r.forwards for r in results)
     return {"tokens_per_forward": sum(len(r.ids) for r in results) / max(forwards, 1)}

@@ -65,7 +65,7 @@ def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None, *
         mask_id=out.mask_id,
         end_id=out.generation.eos_ids[0],
         norms=norms,
-        trained=out.hf_config["marsjax"],
+        trained=out.hf_config.get("marsjax") or {},
         dtype=dtype,
     )
 
@@ -73,7 +73,7 @@ def write(config: TrainConfig, out: Pretrained, path: Path, dtype: Any = None, *
 def as_pretrained(config: TrainConfig, source: Pretrained, model: Any, end_id: int) -> Pretrained:
     """A trained model with what belongs to it: the source's tokenizer and fields, and how to decode it."""
     hf_config, objective = source.hf_config, config.objective
-    if objective.has_masks or config.adapter.rank is not None:  # how to decode: "auto" asks, and other block sizes warn
+    if objective.has_masks:  # how to decode: "auto" asks, and other block sizes warn
         trained = {"block_size": objective.block_size, "objective": objective.name}
         hf_config = {**hf_config, "marsjax": {**(hf_config.get("marsjax") or {}), **trained}}
     return Pretrained(model, source.tokenizer, source.generation.with_end(end_id), source.mask_id, hf_config)

@@ -112,8 +112,9 @@ def _check_same_run(directory: Path, config: TrainConfig) -> None:
     saved, checkpoints = directory / "config.yaml", directory / "checkpoints"
     if not (saved.exists() and checkpoints.is_dir() and any(checkpoints.iterdir())):
         return
-    if found := differences(_saved_config(saved), config.to_dict()):
-        further = "adapter.source" if config.adapter.rank else "model.source"
+    old = _saved_config(saved)
+    if found := differences(old, config.to_dict()):
+        further = "adapter.source" if (old.get("adapter") or {}).get("rank") else "model.source"
         raise AnotherRun(
             f"{directory} holds checkpoints of another configuration:\n  "
             + "\n  ".join(found)
@@ -162,7 +163,7 @@ class _Run:
         self.config, self.directory, self.data, self.mesh = config, directory, data, mesh
         self.model_config = pretrained.model.config
         self.steps = setup.total_steps(config, data.batches)
-        self.block_size = config.objective.block if config.objective.has_masks else None
+        self.alignment = config.objective.alignment if config.objective.has_masks else None
         self.pretrained, self.dtype = pretrained, forward.dtype
         unroll = config.compute.unroll_layers
         schedule = make_schedule(config.optimizer, self.steps)
@@ -285,8 +286,8 @@ class _Run:
         """(metrics of a step, its model FLOPs as `_model_flops`, None where its time does not count)."""
         batches = self.data.batches
         batch = next(batches)
-        if self.block_size is not None and self.attention != "dense":
-            check_aligned(batch, self.block_size)
+        if self.alignment is not None and self.attention != "dense":
+            check_aligned(batch, self.alignment)
         target_rows = batches.target_rows
         since = time.perf_counter()
         batch = place_batch(batch, self.config.data.accumulation, self.micro_rows, self.batch_sharding)
@@ -331,7 +332,7 @@ class _Run:
                 self.eval_step,
                 self._params(),
                 self.data.held_out_batches(),
-                block_size=self.block_size,
+                alignment=self.alignment,
                 place=partial(place_whole, mesh=self.mesh),
             )
         result |= self._decode()
@@ -439,8 +440,7 @@ class _Pending:
             means |= {name: rate for name, rate in self.clock.read().items() if rate}
             self._window.clear()
             run.write(step, "train", means)
-            losses = ("loss", "loss_mask", "loss_ar", "loss_sampler", "loss_consistency")
-            shown = (*losses, "gradient_norm", "tokens_per_second", "utilisation")
-            run.reporter.metrics(step, {name: means[name] for name in shown if name in means})
+            shown = ("gradient_norm", "tokens_per_second", "utilisation")
+            run.reporter.metrics(step, {n: x for n, x in means.items() if n.startswith("loss") or n in shown})
             if not run.progress.evaluated or run.data.held_out is None:
                 run.progress.final = {"step": step, **means}

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from marsjax.attention.masks import CLEAN, Rows, masks_behind_rows
+from marsjax.attention.masks import CLEAN, masks_behind_rows, stream_rows
 from marsjax.attention.masks import multi_token as rule
 from marsjax.models import Decoder, ModelConfig
 from marsjax.models.layers import Gate
@@ -166,7 +166,7 @@ def score(
     assert adapter is not None
     assert model.masks is not None
     with_ordinary = not adapter.gated if with_ordinary is None else with_ordinary
-    clean = Rows(CLEAN + 0 * batch.positions, batch.positions, batch.positions, batch.segments)
+    clean = stream_rows(CLEAN, batch.positions, batch.segments, 1)
     segments = jnp.where(drawn.used, take(batch.segments, drawn.anchors), 0)
     masks = masks_behind_rows(take(batch.positions, drawn.anchors), segments, k, jnp)
     how: dict[str, Any] = {"dtype": forward.dtype, "remat": forward.remat}

@@ -143,12 +143,12 @@ def score_two_streams(
     clean_rows = stream_rows(CLEAN, batch.positions, batch.segments, block_size)
     noisy_rows = stream_rows(NOISY, position, jnp.where(beyond, 0, take(batch.segments, rows)), block_size)
     noisy_tokens = take(batch.noisy if noisy_tokens is None else noisy_tokens, rows)
-    is_mask = noisy_tokens != take(batch.tokens, rows)
+    is_mask = noisy_tokens != take(batch.tokens, rows)  # no text holds a mask
     what: dict[str, Any] = {"tokens": jnp.concatenate([batch.tokens, noisy_tokens], axis=1)}
-    if model.masks is not None:
-        embedded = model.embed(what["tokens"], forward.dtype)
-        own = jnp.where(is_mask[..., None], model.masks(0, forward.dtype), embedded[:, length:])
-        what = {"embeddings": jnp.concatenate([embedded[:, :length], own], axis=1)}
+    if model.masks is not None:  # then the id of a mask is none of the table's
+        real = model.embed(jnp.where(is_mask, 0, noisy_tokens), forward.dtype)
+        own = jnp.where(is_mask[..., None], model.masks(0, forward.dtype), real)
+        what = {"embeddings": jnp.concatenate([model.embed(batch.tokens, forward.dtype), own], axis=1)}
     hidden, _ = model(
         **what,
         positions=jnp.concatenate([batch.positions, position], axis=1),

@@ -171,7 +171,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
     form = BatchFormat(
         batch_size=section.batch_size,
         length=config.row_length,
-        block_size=config.objective.block,
+        block_size=config.objective.alignment,
         mask_id=mask_id,
         end_id=end_id,
         pad_id=pretrained.generation.pad_id or 0,
@@ -203,7 +203,7 @@ def load_data(config: TrainConfig, pretrained: Pretrained, mesh: Mesh) -> TrainD
         seed=section.seed,
         epochs=section.epochs,
         packing=packing,
-        target_block=config.objective.block,
+        target_block=config.objective.alignment,
         local=local_rows(batch_sharding(mesh, micro_rows), accumulation, micro_rows)
         if jax.process_count() > 1
         else None,

@@ -85,7 +85,7 @@ def save_adapter(
 
     Args:
       base: path or hub id of the model without the adapter, for those who read the files.
-      mask_id: row of the mask token, if training used one: the base is given it again when the adapter is loaded.
+      mask_id: row of the mask token, if the model has one: the base is given it again when the adapter is loaded.
       end_id: the token that ends an answer in the training data; a model with a plain adapter ends with it.
       norms: the `fingerprint` of the model without the adapter; None: of this one, if its weights are there.
       trained: how: block_size, objective and what else JSON can hold.
@@ -133,7 +133,7 @@ def open_adapter(source: str | Path) -> AdapterFiles:
 
     Raises CheckpointError where files are missing or damaged; what cannot be computed is in `problems`, see `check`.
     """
-    directory = huggingface.find(source, FILES)
+    directory = huggingface.find(source, FILES, "an adapter")
     names = sorted(path.name for path in directory.iterdir())
     there = f"found: {', '.join(names) or 'nothing'}"
     if PEFT_FIELDS not in names:

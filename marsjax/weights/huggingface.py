@@ -42,18 +42,18 @@ def _refuse_adapter(directory: Path) -> None:
     )
 
 
-def find(source: str | Path, files: Sequence[str]) -> Path:
+def find(source: str | Path, files: Sequence[str], what: str) -> Path:
     """The directory `source`, or the local copy of these files of the hub id `source`. Raises CheckpointError."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if not path.exists() and isinstance(source, str) and HUB_ID.fullmatch(source):
-        return download(source, files)
+        return download(source, files, what)
     reason = "is a file" if path.exists() else "does not exist"
     raise CheckpointError(f"{str(source)!r} {reason}; expected a directory or a hub id (owner/name){neighbours(path)}")
 
 
-def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
+def download(hub_id: str, files: Sequence[str] = DOWNLOADED, what: str = "a model") -> Path:
     """The local copy of a hub repository's safetensors, configs and tokenizer, fetched where it is not cached yet.
 
     `files` WITHOUT_WEIGHTS leaves the safetensors out.
@@ -67,9 +67,7 @@ def download(hub_id: str, files: Sequence[str] = DOWNLOADED) -> Path:
         # "Not found" and "no access" are HTTP errors with a response; everything else is the way there.
         response = getattr(error, "response", None)
         reason = f"the hub answers {response.status_code}" if response is not None else "the hub cannot be reached"
-        is_model = files in (DOWNLOADED, WITHOUT_WEIGHTS)
-        what = "a model" if is_model else "an adapter"
-        others = ", or pass a .gguf file; `marsjax demo` needs no download" if is_model else ""
+        others = ", or pass a .gguf file; `marsjax demo` needs no download" if what == "a model" else ""
         raise CheckpointError(
             f"{hub_id!r} is neither a local path nor {what} that can be fetched{neighbours(hub_id)}: {reason}"
             f" ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}).\n"

@@ -44,7 +44,8 @@ def load(
         known tokens, growing the table to the next multiple of 128 if it has no row left.
       weights: False: only their shapes, as `jax.ShapeDtypeStruct`; nothing is read.
 
-    Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read.
+    Raises CheckpointError or `marsjax.models.UnsupportedModel` with every reason at once, before weights are read; and
+    CheckpointError behind that for an adapter with numbers that are not finite.
     """
     added = None if adapter is None else open_adapter(adapter)
     found = open_source(source, weights=weights) if added is None else open_beside(source, added, weights=weights)

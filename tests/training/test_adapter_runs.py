@@ -79,6 +79,9 @@ def test_another_adapter_is_another_run(tmp_path):
     with pytest.raises(AnotherRun, match=r"adapter\.rank: 4 there, 8 here") as error:
         train(other)
     assert "take its export as adapter.source" in str(error.value)
+    full = load_config(None, [*SETTINGS, "objective.name=sft", f"output.directory={tmp_path}"])
+    with pytest.raises(AnotherRun, match=r"take its export as adapter\.source"):  # what lies there is an adapter
+        train(full)
 
 
 def test_an_adapter_is_trained_further(run, tmp_path):
@@ -165,3 +168,5 @@ def test_plain_fine_tuning_of_an_adapter(tmp_path):
     assert set(trained["layers"][0]) == {"attn"}
     assert set(trained["layers"][0]["attn"]) == {"q", "v"}
     assert Generator(weights.load(BASE, adapter=run.export)).plan.name == "ar"
+    written = json.loads((run.export / "marsjax_adapter.json").read_text())
+    assert written["training"] == {}  # how to decode, its base says

@@ -79,7 +79,7 @@ def test_it_goes_on_with_the_masks_it_would_have_drawn(straight, tmp_path):
 def test_an_evaluation_draws_the_same_masks_every_time_and_others_in_every_batch(make, tiny):
     batches = [make.batch([make.documents(seed, [9, 6])], length=20, block_size=4) for seed in range(3)]
     step = block_diffusion.make_eval_step(tiny.config, block_size=4, forward=Forward())
-    results = [evaluate(step, tiny.params, order, block_size=4) for order in (batches, batches, batches[::-1])]
+    results = [evaluate(step, tiny.params, order, alignment=4) for order in (batches, batches, batches[::-1])]
     assert results[0] == results[1]
     np.testing.assert_allclose(results[0]["loss"], results[2]["loss"], rtol=1e-6)
     keys = [jax.random.fold_in(jax.random.key(0), batch.tokens.sum()) for batch in batches]

@@ -69,7 +69,7 @@ def test_by_offset(tiny, make):
     batch = make.batch([[d] for d in documents], length=16, block_size=4)
     step = make_eval_step(tiny.config, block_size=4, ar_weight=0.5, forward=Forward())
     halves = [jax.tree.map(lambda x: x[:2], batch), jax.tree.map(lambda x: x[2:], batch)]
-    got = evaluate(step, tiny.params, halves, block_size=4)
+    got = evaluate(step, tiny.params, halves, alignment=4)
     found = reference(tiny, batch, 4)
     for (stream, offset), triples in found.items():
         cell = got["ar"] if stream == "ar" else got["mask_offsets"][str(offset)]
@@ -85,7 +85,7 @@ def test_by_offset(tiny, make):
 
 def test_nothing_to_evaluate(tiny):
     with pytest.raises(ValueError, match="no supervised token"):
-        evaluate(None, tiny.params, [], block_size=None)
+        evaluate(None, tiny.params, [], alignment=None)
 
 
 def test_prompts_end_before_the_last_answer():
