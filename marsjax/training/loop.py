@@ -440,7 +440,8 @@ class _Pending:
             means |= {name: rate for name, rate in self.clock.read().items() if rate}
             self._window.clear()
             run.write(step, "train", means)
-            shown = ("gradient_norm", "tokens_per_second", "utilisation")
-            run.reporter.metrics(step, {n: x for n, x in means.items() if n.startswith("loss") or n in shown})
+            shown = [name for name in means if name.startswith("loss")]
+            shown += [name for name in ("gradient_norm", "tokens_per_second", "utilisation") if name in means]
+            run.reporter.metrics(step, {name: means[name] for name in shown})
             if not run.progress.evaluated or run.data.held_out is None:
                 run.progress.final = {"step": step, **means}

@@ -64,7 +64,7 @@ def test_every_recipe_divides_over_its_slice(path):
     config = load_config(path)
     model, mesh = planning.model_config(config), _mesh(config)
     setup.check_mesh(config, model, mesh)
-    assert config.row_length % config.objective.block == 0
+    assert config.row_length % config.objective.alignment == 0
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, 100))
     state, frozen = abstract_state(model, optimizer, mesh), abstract_frozen(model, jnp.bfloat16, mesh)
     held = planning.state_bytes(state, frozen)
