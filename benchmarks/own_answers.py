@@ -34,12 +34,12 @@ def conversations(*, requests: Path, answers: Path, out: Path) -> None:
         answer = json.loads(line)
         if (response := answer.get("response")) is None:
             failed.append(answer["error"]["message"])
+            continue
+        choice = response["body"]["choices"][0]
+        if choice["finish_reason"] == "length":
+            cut += 1
         else:
-            choice = response["body"]["choices"][0]
-            if choice["finish_reason"] == "length":
-                cut += 1
-            else:
-                found[answer["custom_id"]] = choice["message"]
+            found[answer["custom_id"]] = choice["message"]
     told = f"{cut} left out that reached their limit (requests --max-tokens); {len(failed)} failed"
     told += f", the first because: {failed[0]}" if failed else ""
     if not found:

@@ -28,6 +28,7 @@ from marsjax.training.attend import causal_attend
 from marsjax.training.evaluate import held_out_prompts
 
 ADAPTER = Path(__file__).parents[1] / "marsjax/assets/smollm2_mtp"
+TAUS = {"comb, τ = 0.9": 0.9, "comb, τ = 0.7": 0.7}  # the other ways are lossless
 WAYS: dict[str, dict] = {
     "ar": {"strategy": "ar"},
     "before: probing, comb": {"strategy": "comb", "probe": "sample"},
@@ -35,10 +36,8 @@ WAYS: dict[str, dict] = {
     "comb, masks' own drafts": {"strategy": "comb", "sampler": False},
     "chain": {"strategy": "chain"},
     "tree": {"strategy": "tree"},
-    "comb, τ = 0.9": {"strategy": "comb"},
-    "comb, τ = 0.7": {"strategy": "comb"},
+    **{name: {"strategy": "comb"} for name in TAUS},
 }
-TAUS = {"comb, τ = 0.9": 0.9, "comb, τ = 0.7": 0.7}  # others are lossless
 
 
 def _generators(model: str, adapter: Path, k: int, lanes: int, dtype=jnp.float32) -> Iterator[tuple[str, Generator]]:

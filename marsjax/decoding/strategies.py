@@ -106,8 +106,7 @@ def build(options: Options, target: Target, draft: Draft | None = None) -> tuple
         probing = "say how to ask it without (probe)" if name in OWNERS["probe"] else "use 'ar'"
         raise ValueError(
             f"strategy {name!r} needs a mask token and this model has none: fine-tune it (`marsjax train` with "
-            "objective.name=mars, or mtp), or "
-            f"{probing}"
+            f"objective.name=mars, or mtp), or {probing}"
         )
     option = {"block": "cache_block", "block_diffusion": "diffusion_block"}.get(
         name, "window" if plan.continues else "widths" if options.widths else "k"

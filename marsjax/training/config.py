@@ -85,6 +85,9 @@ class ObjectiveSection:
         return self.block_size if self.has_blocks else 1
 
 
+OF_MTP = ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running")  # keys of mtp alone
+
+
 @dataclass(frozen=True)
 class AdapterSection:
     rank: int | None = _setting(None, "train a LoRA adapter of this rank and freeze the model; None: train all weights")
@@ -234,6 +237,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
+def as_yaml(value: Any) -> str:
+    """A setting's value as a configuration writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _problems(c: TrainConfig) -> Iterator[str]:
     """What is wrong with the values together; types are right already."""
     at_least_one = {
@@ -348,10 +356,6 @@ def _problems(c: TrainConfig) -> Iterator[str]:
         yield f"evaluation.decode_prompts={c.evaluation.decode_prompts} must be at least 0"
 
 
-def as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
 def _adapter_problems(c: TrainConfig) -> Iterator[str]:
     o, a, defaults = c.objective, c.adapter, ObjectiveSection()
     try:
@@ -376,7 +380,7 @@ def _adapter_problems(c: TrainConfig) -> Iterator[str]:
     elif o.name == "mars" and a.gated and o.ar_weight != defaults.ar_weight:
         yield f"objective.ar_weight={o.ar_weight}: under a gated adapter the next-token loss is constant; leave it out"
     if o.name != "mtp":
-        for name in ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running"):
+        for name in OF_MTP:
             if getattr(o, name) != getattr(defaults, name):
                 own = f"{getattr(o, name)} belongs to objective.name=mtp"
                 yield f"objective.{name}={own}; for {o.name} leave it at {as_yaml(getattr(defaults, name))}"

@@ -24,7 +24,7 @@ from marsjax.parallel.slices import parse_slice
 from marsjax.parallel.start import agree, barrier, is_main, texts_of_all
 from marsjax.text.chat import render_prompt, same_day, turn_end_id
 from marsjax.training import block_diffusion, mtp
-from marsjax.training.config import ConfigError, TrainConfig
+from marsjax.training.config import OF_MTP, ConfigError, TrainConfig
 from marsjax.training.evaluate import EvalStep, held_out_prompts, make_eval_step
 from marsjax.training.objectives import Forward, mars, sft
 from marsjax.training.step import Objective, batch_sharding, local_rows
@@ -354,5 +354,4 @@ def make_evaluation(config: TrainConfig, model_config: ModelConfig, forward: For
 
 def multi_token_options(config: TrainConfig) -> mtp.MultiToken:
     o = config.objective
-    names = ("anchors", "sampler", "consistency", "soft_targets", "tv_weight", "free_running")
-    return mtp.MultiToken(o.block_size, **{name: getattr(o, name) for name in names})
+    return mtp.MultiToken(o.block_size, **{name: getattr(o, name) for name in OF_MTP})
